@@ -1,0 +1,228 @@
+"""A plan: what is placed where and by which rules it moves; the simulator and the executor read the same one.
+
+A plan is two files, ``NAME.json`` and ``NAME.safetensors`` beside it; docs/plan.md is the format.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from dinfer.errors import InputError
+from dinfer.machine import ISSUES, LayerCosts, Machine, layer_costs
+from dinfer.model import ModelSpec
+from dinfer.placement import Placement
+from dinfer.units import exact_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from dinfer.policies import Cache
+
+FORMAT = "dinfer-plan"
+VERSION = 1
+ACTIVATION_MODES = ("exact", "predicted")
+PREDICTIONS = ("oracle", "previous")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything that a run needs to know beforehand.
+
+    ``cache`` names a policy and its parameters; ``lookahead`` is in layers; ``window`` is the most neurons that one
+    prefetch may move, None to size it from the time left by the believed costs. ``activation``: ``exact`` computes
+    its gates and loses nothing, ``predicted`` computes the predicted set only. ``prediction``: ``previous`` is the
+    layer's active set of the token before, ``oracle`` the trace's own (simulation and replay only). ``issue``: how a
+    prefetch moves (machine.ISSUES). ``vram_bytes`` is the whole GPU budget, ``memory`` its breakdown in bytes by
+    term, ``context`` the tokens that the KV cache holds. ``thresholds`` [layer]: values of magnitude kinds at most
+    this large are inactive (0: none). ``frequency`` float32 [layer, neuron] is the offline history that caches start
+    from. ``weights`` is the checkpoint's fingerprint, empty for a plan that is not bound to weights.
+    """
+
+    spec: ModelSpec
+    machine: Machine
+    placement: Placement
+    frequency: np.ndarray
+    cache: Mapping[str, Any] = field(default_factory=lambda: {"name": "static"})
+    lookahead: int = 1
+    window: int | None = None
+    activation: str = "exact"
+    prediction: str = "previous"
+    issue: str = "gather"
+    vram_bytes: int = 0
+    context: int = 512
+    memory: Mapping[str, int] = field(default_factory=dict)
+    thresholds: tuple[float, ...] = ()
+    solver: Mapping[str, Any] = field(default_factory=dict)
+    trace: str = ""
+    weights: str = ""
+
+    def __post_init__(self) -> None:
+        self.placement.check(self.spec, self.vram_bytes)
+        if self.frequency.shape != (self.spec.layers, self.spec.neurons):
+            raise InputError(
+                f"frequency has shape {self.frequency.shape}; it must be {(self.spec.layers, self.spec.neurons)}"
+            )
+        _one_of("activation", self.activation, ACTIVATION_MODES)
+        _one_of("prediction", self.prediction, PREDICTIONS)
+        _one_of("issue", self.issue, ISSUES)
+        if not 0 <= self.lookahead < self.spec.layers:
+            raise InputError(f"lookahead is {self.lookahead}; it must be between 0 and {self.spec.layers - 1} layers")
+        if self.window is not None and self.window < 0:
+            raise InputError(f"window is {self.window} neurons; it must be 0 or more, or left out to be sized")
+        if len(self.thresholds) not in (0, self.spec.layers):
+            raise InputError(f"thresholds has {len(self.thresholds)} values for {self.spec.layers} layers")
+        if self.thresholds and any(self.thresholds) and self.spec.sparsity_kind == "relu":
+            raise InputError(f"{self.spec.name} is a ReLU model and takes no magnitude thresholds; leave them out")
+
+    @property
+    def policy(self) -> "Cache":
+        """The cache policy as a value with ``init`` and ``step``."""
+        from dinfer.policies import cache_from_dict
+
+        return cache_from_dict(self.cache)
+
+    @property
+    def costs(self) -> LayerCosts:
+        """The believed costs: of this model on this plan's machine."""
+        return layer_costs(self.spec, self.machine, self.activation, self.issue)
+
+    @property
+    def value_thresholds(self) -> np.ndarray:
+        """Magnitude thresholds float32 [layer], zeros when there are none."""
+        return np.array(self.thresholds or (0.0,) * self.spec.layers, np.float32)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.fingerprint() == other.fingerprint()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def fingerprint(self) -> str:
+        """First 16 hex digits of the SHA-256 of everything in the plan."""
+        digest = hashlib.sha256(json.dumps(self._document(), sort_keys=True).encode())
+        digest.update(np.ascontiguousarray(self.placement.resident).tobytes())
+        digest.update(np.ascontiguousarray(self.frequency, np.float32).tobytes())
+        return digest.hexdigest()[:16]
+
+    def check_model(self, spec: ModelSpec, weights: str = "") -> None:
+        """Raise InputError unless the plan was made for this shape, and for these weights where both are known."""
+        if spec.fingerprint() != self.spec.fingerprint():
+            raise InputError(
+                f"plan is for {self.spec.name} ({self.spec.fingerprint()}), the model is {spec.name} "
+                f"({spec.fingerprint()}); make a plan for this model with `dinfer plan`"
+            )
+        if self.weights and weights and weights != self.weights:
+            raise InputError(
+                f"plan is for other weights of {self.spec.name} ({self.weights}, the model has {weights}); "
+                "record these weights and plan again"
+            )
+
+    def _document(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.spec.to_dict(),
+            "model_fingerprint": self.spec.fingerprint(),
+            "weights": self.weights,
+            "machine": self.machine.to_dict(),
+            "machine_fingerprint": self.machine.fingerprint(),
+            "trace": self.trace,
+            "cache": dict(self.cache),
+            "lookahead": self.lookahead,
+            "window": self.window,
+            "activation": self.activation,
+            "prediction": self.prediction,
+            "issue": self.issue,
+            "vram": exact_bytes(self.vram_bytes),
+            "context": self.context,
+            "memory": dict(self.memory),
+            "thresholds": list(self.thresholds),
+            "slots": self.placement.slots.tolist(),
+            "solver": dict(self.solver),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write ``path`` (.json) and its arrays beside it (.safetensors), replacing both only when complete."""
+        from safetensors.numpy import save_file
+
+        path = Path(path)
+        if path.suffix != ".json":
+            raise InputError(f"plan file {path} must end in .json")
+        if not path.parent.is_dir():
+            raise InputError(f"plan file {path} cannot be written: {path.parent} is no directory; make it first")
+        arrays = path.with_suffix(".safetensors")
+        tensors = {
+            "resident": np.ascontiguousarray(self.placement.resident),
+            "frequency": np.ascontiguousarray(self.frequency, np.float32),
+        }
+        save_file(tensors, arrays.with_name(arrays.name + ".new"), {"plan": self.fingerprint()})
+        text = json.dumps({**self._document(), "fingerprint": self.fingerprint()}, indent=1) + "\n"
+        path.with_name(path.name + ".new").write_text(text)
+        os.replace(arrays.with_name(arrays.name + ".new"), arrays)
+        os.replace(path.with_name(path.name + ".new"), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The plan in ``path``; raises InputError for a file that is none, is newer, or whose arrays do not fit."""
+        path = Path(path)
+        document = _read_document(path)
+        tensors = _read_arrays(path.with_suffix(".safetensors"))
+        try:
+            spec = ModelSpec.from_dict(document["model"])
+            plan = cls(
+                spec=spec,
+                machine=Machine.from_dict(document["machine"]),
+                placement=Placement(spec.neurons, tensors["resident"]),
+                frequency=tensors["frequency"],
+                vram_bytes=parse_bytes(document["vram"]),
+                thresholds=tuple(document["thresholds"]),
+                **{k: document[k] for k in _PLAIN_FIELDS},
+            )
+            written = {**plan._document(), "fingerprint": plan.fingerprint()}
+        except KeyError as error:
+            raise InputError(f"plan {path} lacks {error}; make it again with `dinfer plan`") from None
+        except (AttributeError, TypeError, IndexError) as error:
+            raise InputError(f"plan {path} has a value of a wrong type ({error}); make it again") from None
+        if document | written != document:
+            raise InputError(f"plan {path} and its arrays do not belong together or were edited; make it again")
+        return plan
+
+
+_PLAIN_FIELDS = (
+    "cache lookahead window activation prediction issue context memory solver trace weights".split()
+)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{name} {value!r} is not one of {', '.join(allowed)}")
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise InputError(f"plan {path} does not exist; make one with `dinfer plan TRACE -o {path}`")
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"plan {path} is not JSON ({error})") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise InputError(f"{path} does not say format {FORMAT!r}; it is not a plan of dinfer")
+    version = document.get("version")
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
+        raise InputError(f"plan {path} has version {version}, this dinfer reads up to {VERSION}; upgrade dinfer")
+    return document
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    if not path.is_file():
+        raise InputError(f"plan arrays {path} do not exist; a plan is its .json and the .safetensors beside it")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise InputError(f"plan arrays {path} cannot be read ({error})") from None

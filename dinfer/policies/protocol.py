@@ -1,0 +1,74 @@
+"""What a cache policy is."""
+
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from numba import types
+
+from dinfer.model import ModelSpec
+from dinfer.placement import Placement
+
+_WORDS = types.uint64[::1]
+_IDS = types.int32[::1]
+STEP_SIGNATURE = types.int64(
+    types.float64[::1],  # parameters
+    types.uint64[:, ::1],  # state of one layer, changed in place
+    _WORDS,  # resident
+    _WORDS,  # predicted
+    types.uint64[:, :],  # future: the active sets of the tokens after this one (empty unless clairvoyant)
+    types.int64,  # window
+    _IDS,  # fetch, written
+    _IDS,  # evict, written
+)
+STEP = types.FunctionType(STEP_SIGNATURE)
+
+
+class Cache(Protocol):
+    """A cache policy: what to fetch and evict in one layer before its FFN.
+
+    ``init(spec, placement, frequency)`` gives the state uint64 [layer, rows, words] from the offline frequency
+    [layer, neuron]; ``parameters()`` the float64 vector that the step reads. ``step`` is the compiled function of
+    STEP_SIGNATURE: it writes equal numbers of ids into ``fetch`` and ``evict``, at most ``window``, and returns the
+    number. ``moves`` is False for a policy that never fetches; ``clairvoyant`` is True for one that reads the future.
+    """
+
+    name: ClassVar[str]
+    moves: ClassVar[bool]
+    clairvoyant: ClassVar[bool]
+    step: ClassVar[object]
+
+    def init(self, spec: ModelSpec, placement: Placement, frequency: np.ndarray) -> np.ndarray:
+        """The state at the start of a sequence."""
+
+    def parameters(self) -> np.ndarray:
+        """What the step reads as ``parameters``."""
+
+
+class Decision(NamedTuple):
+    """One step's answer: ids to fetch and ids to evict, int32 arrays of equal length."""
+
+    fetch: np.ndarray
+    evict: np.ndarray
+
+
+NO_FUTURE = np.zeros((0, 1), np.uint64)
+
+
+def decide(
+    cache: Cache,
+    parameters: np.ndarray,
+    state: np.ndarray,
+    resident: np.ndarray,
+    predicted: np.ndarray,
+    window: int,
+    future: np.ndarray = NO_FUTURE,
+) -> tuple[Decision, np.ndarray]:
+    """One step of ``cache`` for one layer as a pure function: the decision and the new state.
+
+    ``state`` is [rows, words], ``resident`` and ``predicted`` [words], ``future`` [tokens, words]; none is changed.
+    """
+    after = state.copy()
+    fetch = np.empty(64 * len(resident), np.int32)
+    evict = np.empty_like(fetch)
+    n = cache.step(parameters, after, resident, predicted, future, window, fetch, evict)  # type: ignore[operator]
+    return Decision(fetch[:n].copy(), evict[:n].copy()), after
