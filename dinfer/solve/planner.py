@@ -1,0 +1,135 @@
+"""From a trace, a machine and a budget to a plan."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dinfer.errors import InputError
+from dinfer.machine import LayerCosts, Machine, layer_costs
+from dinfer.model import ModelSpec
+from dinfer.placement import Placement
+from dinfer.plan import Plan
+from dinfer.policies import cache_from_dict, cache_to_dict
+from dinfer.solve.budget import memory_breakdown, neuron_capacity, warn_when_everything_fits
+from dinfer.solve.greedy import greedy, served_frequency
+from dinfer.solve.ilp import Solution, ilp
+from dinfer.trace import Trace
+
+SOLVERS = ("greedy", "ilp")
+
+
+def make_plan(
+    trace: Trace,
+    machine: Machine,
+    vram_bytes: int,
+    *,
+    context: int = 512,
+    solver: str = "greedy",
+    solver_options: Mapping[str, Any] | None = None,
+    cache: str = "hot_predicted",
+    cache_parameters: Mapping[str, Any] | None = None,
+    lookahead: int = 1,
+    window: int | None = None,
+    activation: str = "exact",
+    prediction: str = "previous",
+    issue: str = "gather",
+    spec: ModelSpec | None = None,
+) -> Plan:
+    """The plan for ``vram_bytes`` of GPU memory, from the frequencies of the whole trace.
+
+    ``solver`` is one of SOLVERS; ``solver_options`` are keyword arguments of ``greedy`` or
+    ``ilp``. ``spec`` may give the trace's model another dtype. The other arguments are those of
+    Plan; ``window`` bounds one prefetch and is not the solver's. When everything fits, every
+    neuron is resident whatever the solver, with a PlanWarning. Raises InputError for a budget
+    below the dense part, an empty trace, a trace of another model, or one of a magnitude kind
+    without thresholds.
+    """
+    spec = _spec_of(trace, spec)
+    thresholds = _thresholds(trace, spec)
+    if solver not in SOLVERS:
+        raise InputError(f"solver {solver!r} is not one of {', '.join(SOLVERS)}")
+    policy = cache_to_dict(cache_from_dict({**(cache_parameters or {}), "name": cache}))
+    memory = memory_breakdown(spec, machine, context, vram_bytes)
+    capacity = neuron_capacity(spec, memory)
+    frequency, costs = trace.frequency, layer_costs(spec, machine, activation, issue)
+    if warn_when_everything_fits(spec, machine, memory):
+        solution = _greedy_solution(frequency, capacity)
+    else:
+        solution = _solve(solver, frequency, capacity, costs, solver_options or {})
+    return Plan(
+        spec=spec,
+        machine=machine,
+        placement=Placement.hottest(frequency, solution.slots),
+        frequency=frequency,
+        cache=policy,
+        lookahead=lookahead,
+        window=window,
+        activation=activation,
+        prediction=prediction,
+        issue=issue,
+        vram_bytes=vram_bytes,
+        context=context,
+        memory=memory,
+        thresholds=thresholds,
+        solver=_record(solution),
+        trace=trace.fingerprint,
+        weights=trace.meta.get("weights", ""),
+    )
+
+
+def _spec_of(trace: Trace, spec: ModelSpec | None) -> ModelSpec:
+    made = trace.spec
+    if not len(trace):
+        raise InputError(f"trace of {made.name} holds no tokens; record some before planning")
+    if spec is None or spec.fingerprint() == made.fingerprint():
+        return spec or made
+    raise InputError(
+        f"trace is of {made.name} ({made.fingerprint()}), the model is {spec.name} "
+        f"({spec.fingerprint()}); record a trace of this model"
+    )
+
+
+def _thresholds(trace: Trace, spec: ModelSpec) -> tuple[float, ...]:
+    if spec.sparsity_kind == "relu":
+        return ()
+    given = trace.meta.get("thresholds")
+    if given is None or len(given) != spec.layers:
+        raise InputError(
+            f"{spec.name} is a {spec.activation} model, in which no neuron is inactive by itself, "
+            f"and its trace has no magnitude threshold for each of its {spec.layers} layers; "
+            "record it with a wanted sparsity"
+        )
+    return tuple(float(value) for value in given)
+
+
+def _solve(
+    solver: str,
+    frequency: np.ndarray,
+    capacity: int,
+    costs: LayerCosts,
+    options: Mapping[str, Any],
+) -> Solution:
+    if solver == "ilp":
+        return ilp(frequency, capacity, costs, **options)
+    return _greedy_solution(frequency, capacity, **options)
+
+
+def _greedy_solution(frequency: np.ndarray, capacity: int, group: int = 1) -> Solution:
+    # the bound is the sum of the highest frequencies, which single neurons reach
+    def served(slots: np.ndarray) -> float:
+        sums = served_frequency(frequency, np.arange(frequency.shape[1] + 1))
+        return float(sums[np.arange(len(slots)), slots].sum())
+
+    slots = greedy(frequency, capacity, group=group)
+    objective = served(slots)
+    bound = objective if group == 1 else served(greedy(frequency, capacity))
+    gap = (bound - objective) / bound if bound else 0.0
+    status = "optimal" if group == 1 else "heuristic"
+    return Solution(slots, objective, bound, gap, status, "greedy")
+
+
+def _record(solution: Solution) -> dict[str, Any]:
+    record = solution._asdict()
+    del record["slots"]
+    return {"name": record.pop("solver"), **record}
