@@ -1,0 +1,137 @@
+"""OPT: LayerNorm with biases, learned positions, two matrices a neuron, ReLU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from dinfer.errors import InputError
+from dinfer.families.llama import attend
+
+if TYPE_CHECKING:
+    from dinfer.families import Checkpoint, Neurons
+    from dinfer.model import ModelSpec
+
+POSITION_OFFSET = 2
+"""OPT's position table starts two rows early."""
+
+
+class Affine(NamedTuple):
+    """Weight and bias of a norm or a projection."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+class Layer(NamedTuple):
+    """Attention of one layer: qkv weight [3 * hidden, hidden], o weight [hidden, hidden], norms [hidden]."""
+
+    attention_norm: Affine
+    qkv: Affine
+    o: Affine
+    ffn_norm: Affine
+
+
+class Dense(NamedTuple):
+    """Everything but the neurons, on one device: embedding and head [vocab, hidden], positions [position, hidden]."""
+
+    spec: ModelSpec
+    embedding: torch.Tensor
+    positions: torch.Tensor
+    layers: list[Layer]
+    norm: Affine
+    head: torch.Tensor
+
+
+def check(config: dict[str, Any]) -> None:
+    """Refuse OPT-350m's layout, which norms after the layers and projects its embeddings."""
+    projected = config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]
+    if not config.get("do_layer_norm_before", True) or projected:
+        raise InputError(
+            "config.json has do_layer_norm_before false or projected embeddings; OPT-350m is not supported"
+        )
+
+
+def dense(checkpoint: Checkpoint, context: int, device: torch.device, dtype: torch.dtype) -> Dense:
+    """The dense part of ``checkpoint`` on ``device``; raises InputError past the learned positions."""
+    spec = checkpoint.spec
+    if context > spec.max_positions:
+        raise InputError(f"context {context} exceeds the {spec.max_positions} learned positions; lower --context")
+    prefix = "model.decoder."
+
+    def load(name: str) -> torch.Tensor:
+        return checkpoint.tensor(prefix + name).to(device, dtype)
+
+    def affine(name: str) -> Affine:
+        return Affine(load(f"{name}.weight"), load(f"{name}.bias"))
+
+    def layer(index: int) -> Layer:
+        at = f"layers.{index}."
+        parts = [affine(f"{at}self_attn.{part}_proj") for part in "qkv"]
+        return Layer(
+            attention_norm=affine(f"{at}self_attn_layer_norm"),
+            qkv=Affine(torch.cat([p.weight for p in parts]), torch.cat([p.bias for p in parts])),
+            o=affine(f"{at}self_attn.out_proj"),
+            ffn_norm=affine(f"{at}final_layer_norm"),
+        )
+
+    embedding = load("embed_tokens.weight")
+    return Dense(
+        spec=spec,
+        embedding=embedding,
+        positions=load("embed_positions.weight"),
+        layers=[layer(index) for index in range(spec.layers)],
+        norm=affine("final_layer_norm"),
+        head=embedding if spec.tied else checkpoint.tensor("lm_head.weight").to(device, dtype),
+    )
+
+
+def neurons(checkpoint: Checkpoint, layer: int) -> Neurons:
+    """One layer's up and (transposed) down rows, neuron by neuron, with both biases."""
+    from dinfer.families import Neurons
+
+    prefix = f"model.decoder.layers.{layer}."
+    rows = torch.stack([checkpoint.tensor(f"{prefix}fc1.weight"), checkpoint.tensor(f"{prefix}fc2.weight").T], dim=1)
+    return Neurons(rows, checkpoint.tensor(f"{prefix}fc1.bias"), checkpoint.tensor(f"{prefix}fc2.bias"))
+
+
+def embed(model: Dense, ids: torch.Tensor, start: int) -> torch.Tensor:
+    """Hidden states [tokens, hidden] of ``ids`` [tokens] at positions from ``start``."""
+    first = start + POSITION_OFFSET
+    return F.embedding(ids, model.embedding) + model.positions[first : first + len(ids)]
+
+
+def attention(model: Dense, layer: int, hidden: torch.Tensor, cache: torch.Tensor, start: int) -> torch.Tensor:
+    """Residual after attention [tokens, hidden]; writes the new keys and values into ``cache``.
+
+    ``hidden`` [tokens, hidden] stands at positions from ``start``; ``cache`` is [2, heads, context, head_dim].
+    """
+    spec, weights = model.spec, model.layers[layer]
+    tokens, end = hidden.shape[0], start + hidden.shape[0]
+    qkv = F.linear(F.layer_norm(hidden, (spec.hidden,), *weights.attention_norm), *weights.qkv)
+    q, k, v = qkv.view(tokens, 3, spec.heads, spec.head_dim).permute(1, 2, 0, 3)
+    cache[0, :, start:end] = k
+    cache[1, :, start:end] = v
+    return hidden + F.linear(attend(q, cache, start, end), *weights.o)
+
+
+def ffn_input(model: Dense, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+    """What the FFN reads: the normalised residual [tokens, hidden]."""
+    return F.layer_norm(hidden, (model.spec.hidden,), *model.layers[layer].ffn_norm)
+
+
+def head(model: Dense, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [tokens, vocab]."""
+    return F.linear(F.layer_norm(hidden, (model.spec.hidden,), *model.norm), model.head)
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The decoder layers of a transformers OPT."""
+    return list(model.model.decoder.layers)  # type: ignore[union-attr, arg-type]
+
+
+def site(layer: Any) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
+    """norm, gate and down modules of a transformers decoder layer (see FfnSite); fc1 plays the gate."""
+    return layer.final_layer_norm, layer.fc1, layer.fc2

