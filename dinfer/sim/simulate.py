@@ -1,0 +1,112 @@
+"""From plan and trace to a simulated run."""
+
+import numpy as np
+
+from dinfer.errors import InputError
+from dinfer.machine import LayerCosts, Machine, layer_costs
+from dinfer.plan import Plan
+from dinfer.sim.decode import OPS_PER_LAYER, Log, Memory, Rules, replay
+from dinfer.sim.engine import NO_LOAD, Load, empty_ops
+from dinfer.timeline import SPAN_DTYPE, STEPS, Run, Timeline
+from dinfer.trace import Trace
+
+
+def simulate(
+    plan: Plan, trace: Trace, machine: Machine | None = None, *, load: Load = NO_LOAD, spans: bool = True
+) -> Run:
+    """Replay the decode tokens of ``trace`` under ``plan`` and time them.
+
+    ``machine`` has the true costs; the plan's own are what its decisions believe (and the default). ``load`` is
+    other load on the machine. ``spans=False`` keeps the sums of the steps but not each span. The cache's state and
+    the placement start afresh at the trace's first token and carry on over its sequences.
+    Raises InputError when the trace is of another model or has no decode token.
+    """
+    plan.check_model(trace.spec, trace.meta.get("weights", ""))
+    decoded = trace.phase("decode")
+    if not len(decoded):
+        raise InputError("the trace has no decode token; record with --tokens 1 or more")
+    machine = machine or plan.machine
+    costs = layer_costs(plan.spec, machine, plan.activation, plan.issue)
+    log, seconds = _replay(plan, decoded, costs, load, spans)
+    timeline = Timeline(
+        _spans(log),
+        tokens=len(decoded),
+        seconds=seconds,
+        meta={"source": "simulated", "machine": machine.name, "plan": plan.fingerprint(), "model": plan.spec.name},
+        totals=log.step_seconds,
+    )
+    moved = log.used[0]
+    return Run(timeline, log.work, log.fetch[:moved], log.evict[:moved])
+
+
+def _replay(plan: Plan, trace: Trace, costs: LayerCosts, load: Load, spans: bool) -> tuple[Log, float]:
+    policy, spec = plan.policy, plan.spec
+    rules = Rules(
+        neurons=spec.neurons,
+        lookahead=plan.lookahead,
+        window=-1 if plan.window is None else plan.window,
+        lag=1 if plan.prediction == "previous" else 0,
+        exact=plan.activation == "exact",
+        moves=policy.moves,
+        clairvoyant=policy.clairvoyant,
+        merge_in_queue=plan.issue != "gather",
+    )
+    memory = Memory(
+        resident=plan.placement.resident.copy(),
+        slots=plan.placement.slots,
+        state=policy.init(spec, plan.placement, plan.frequency),
+        parameters=policy.parameters(),
+        fetch=np.empty(64 * spec.words, np.int32),
+        evict=np.empty(64 * spec.words, np.int32),
+        ready=np.full(spec.layers, -1, np.int32),
+    )
+    log = _empty_log(plan, trace, spans)
+    active = np.ascontiguousarray(trace.active)
+    positions = trace.tokens["position"].to_numpy(np.int64, copy=True)
+    start = np.zeros(1)
+    token = np.zeros(1, np.int32)
+    while token[0] < len(trace):
+        token[0] = replay(
+            policy.step, empty_ops(OPS_PER_LAYER * spec.layers + 1), costs, plan.costs, Rules(*map(int, rules)),
+            memory, log, load, active, active, first_tokens(trace), positions, start, token,
+        )  # fmt: skip
+        if token[0] < len(trace):
+            log = log._replace(fetch=_doubled(log.fetch), evict=_doubled(log.evict))
+    return log, float(start[0])
+
+
+def first_tokens(trace: Trace) -> np.ndarray:
+    """Which tokens are the first of their sequence: bool [token]."""
+    sequence = trace.tokens["sequence"].to_numpy()
+    return np.concatenate([[True], sequence[1:] != sequence[:-1]])
+
+
+def _empty_log(plan: Plan, trace: Trace, spans: bool) -> Log:
+    layers, tokens = plan.spec.layers, len(trace)
+    room = (OPS_PER_LAYER + 3) * layers * tokens + 2 * tokens if spans else 0
+    moves = 2 * 64 * plan.spec.words * layers
+    return Log(
+        end_seconds=np.zeros(tokens),
+        work=np.zeros((tokens, layers, 4), np.int32),
+        fetch=np.empty(moves, np.int32),
+        evict=np.empty(moves, np.int32),
+        step_seconds=np.zeros(len(STEPS)),
+        used=np.zeros(2, np.int64),
+        span_codes=np.zeros((room, 5), np.int32),
+        span_seconds=np.zeros((room, 2)),
+        span_bytes=np.zeros(room),
+    )
+
+
+def _doubled(array: np.ndarray) -> np.ndarray:
+    return np.concatenate([array, np.empty_like(array)])
+
+
+def _spans(log: Log) -> np.ndarray:
+    used = log.used[1]
+    spans = np.empty(used, SPAN_DTYPE)
+    for column, name in enumerate(("token", "layer", "step", "stream", "neurons")):
+        spans[name] = log.span_codes[:used, column]
+    spans["start_seconds"], spans["end_seconds"] = log.span_seconds[:used].T
+    spans["bytes"] = log.span_bytes[:used]
+    return spans
