@@ -1,0 +1,6 @@
+"""The executor: runs a plan on a real model and writes the same timeline as the simulator."""
+
+from dinfer.exec.execute import Session, execute
+from dinfer.exec.profile import measure_machine
+
+__all__ = ["Session", "execute", "measure_machine"]

@@ -1,0 +1,113 @@
+"""Where the weights of the neurons lie: all of them in host memory, the resident ones in GPU slots too."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dinfer import bits
+from dinfer.errors import InputError
+from dinfer.families import TORCH_DTYPES, Checkpoint
+from dinfer.placement import Placement
+from dinfer.policies import words
+from dinfer.units import format_bytes
+
+
+@dataclass(eq=False)
+class Bank:
+    """One host slab [layer, neuron, matrix, hidden], neuron-contiguous, and one device slab cut into slots.
+
+    ``slots[layer]`` [slot, matrix, hidden] on the device; ``bucket[layer]`` int32 [slot] names the neuron that a slot
+    holds (paper, method 5), ``slot_of[layer]`` int32 [neuron] the slot of a neuron or -1. ``resident`` uint64
+    [layer, words] is the same as a set, ``cold[layer]`` int32 the ids that are not resident, ascending. ``up_bias`` float32 [layer, neuron] and ``down_bias`` [layer, hidden] are
+    None where the family has none.
+    """
+
+    host: torch.Tensor
+    slots: list[torch.Tensor]
+    bucket: list[np.ndarray]
+    slot_of: np.ndarray
+    resident: np.ndarray
+    cold: list[np.ndarray]
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+    @property
+    def neurons(self) -> int:
+        """Neurons of a layer."""
+        return self.host.shape[1]
+
+    def swap(self, layer: int, fetch: np.ndarray, evict: np.ndarray) -> np.ndarray:
+        """Give the slots of ``evict`` to ``fetch``; returns the slots, whose rows are stale until the copy ends."""
+        slots = self.slot_of[layer, evict]
+        self.slot_of[layer, evict] = -1
+        self.slot_of[layer, fetch] = slots
+        self.bucket[layer][slots] = fetch
+        words.swap(self.resident[layer], fetch, evict, len(fetch))
+        self.cold[layer] = cold_ids(self.slot_of[layer])
+        return slots
+
+
+def cold_ids(slot_of: np.ndarray) -> np.ndarray:
+    """Ids without a slot, ascending: int32."""
+    return np.flatnonzero(slot_of < 0).astype(np.int32)
+
+
+def fill_bank(checkpoint: Checkpoint, placement: Placement, dtype: str, device: torch.device) -> Bank:
+    """Load every neuron into the host slab (pinned for CUDA) and the placed ones into their slots.
+
+    One slab, because the pinned allocator rounds each tensor up to a power of two. Raises InputError when the
+    device lacks the memory for the slots.
+    """
+    spec = checkpoint.spec
+    kind = TORCH_DTYPES[dtype]
+    host = _host_slab((spec.layers, spec.neurons, spec.matrices, spec.hidden), kind, device)
+    counts = placement.slots
+    device_slab = _device_slab((int(counts.sum()), spec.matrices, spec.hidden), kind, device)
+    slots = list(device_slab.split([int(count) for count in counts]))
+    up_biases, down_biases, buckets = [], [], []
+    slot_of = np.full((spec.layers, spec.neurons), -1, np.int32)
+    for layer in range(spec.layers):
+        rows, up_bias, down_bias = checkpoint.neurons(layer)
+        host[layer].copy_(rows)
+        bucket = placement.bucket(layer)
+        slots[layer].copy_(host[layer][torch.from_numpy(bucket).long()])
+        slot_of[layer, bucket] = np.arange(len(bucket))
+        buckets.append(bucket)
+        if up_bias is not None and down_bias is not None:
+            up_biases.append(up_bias.float())
+            down_biases.append(down_bias.to(device, kind))
+    return Bank(
+        host=host,
+        slots=slots,
+        bucket=buckets,
+        slot_of=slot_of,
+        resident=placement.resident.copy(),
+        cold=[cold_ids(row) for row in slot_of],
+        up_bias=torch.stack(up_biases) if up_biases else None,
+        down_bias=torch.stack(down_biases) if down_biases else None,
+    )
+
+
+def check_bank(bank: Bank) -> None:
+    """Raise AssertionError unless slots, buckets and the resident set tell the same (a debugging aid of the tests)."""
+    for layer, bucket in enumerate(bank.bucket):
+        assert np.array_equal(np.sort(bucket), bits.ids(bank.resident[layer], bank.neurons))
+        assert np.array_equal(bank.slot_of[layer, bucket], np.arange(len(bucket)))
+        assert torch.equal(bank.slots[layer].cpu(), bank.host[layer][torch.from_numpy(bucket).long()])
+
+
+def _host_slab(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=kind, pin_memory=device.type == "cuda")
+
+
+def _device_slab(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(shape, dtype=kind, device=device)
+    except torch.OutOfMemoryError:
+        needed = int(np.prod(shape)) * kind.itemsize
+        free = torch.cuda.mem_get_info(device)[0]
+        raise InputError(
+            f"{torch.cuda.get_device_name(device)} has {format_bytes(free)} free, the plan's neurons need "
+            f"{format_bytes(needed)}; plan again with --vram {free // 2**20}MiB less what the dense part takes"
+        ) from None

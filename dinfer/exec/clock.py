@@ -1,0 +1,66 @@
+"""Spans of a real run; every stream writes its own, the decoding thread in laps without gaps."""
+
+import time
+from typing import Any
+
+import torch
+
+from dinfer.timeline import Span
+
+
+class Clock:
+    """Collects spans in seconds since the first token; time in which it is paused does not count.
+
+    On CUDA the laps of the decoding thread are CUDA events, so that they tell when the GPU did the work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.spans: list[Span] = []
+        self.laps: list[tuple[Any, ...]] = []
+        self.token = 0
+        self.elapsed = 0.0
+        self.base = self.last = time.perf_counter()
+
+    def resume(self) -> None:
+        """Let time count from here on."""
+        if self.cuda:
+            torch.cuda.synchronize()
+            self.origin = torch.cuda.Event(enable_timing=True)
+            self.origin.record()
+        self.base = time.perf_counter() - self.elapsed
+        self.last = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop counting; the device's work so far is waited for."""
+        if self.cuda:
+            torch.cuda.synchronize()
+            self._resolve_laps()
+        self.elapsed = time.perf_counter() - self.base
+
+    def lap(self, layer: int, step: str, neurons: int = 0) -> None:
+        """The decoding thread did ``step`` since its last lap."""
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.laps.append((self.token, layer, step, event, neurons))
+            return
+        now = time.perf_counter()
+        self.spans.append(Span(self.token, layer, step, "gpu", self.last - self.base, now - self.base, neurons))
+        self.last = now
+
+    def record(
+        self, layer: int, step: str, stream: str, start: float, end: float, neurons: int = 0, count_bytes: int = 0
+    ) -> None:
+        """Another thread did ``step`` on ``stream`` from ``start`` to ``end`` (perf_counter seconds)."""
+        self.spans.append(
+            Span(self.token, layer, step, stream, start - self.base, end - self.base, neurons, count_bytes)
+        )
+
+    def _resolve_laps(self) -> None:
+        start = self.elapsed
+        for token, layer, step, event, neurons in self.laps:
+            end = self.elapsed + self.origin.elapsed_time(event) / 1e3
+            self.spans.append(Span(token, layer, step, "gpu", start, end, neurons))
+            start = end
+        self.laps.clear()

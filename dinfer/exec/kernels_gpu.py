@@ -1,0 +1,42 @@
+"""The device's part of an FFN over its slots, in torch."""
+
+import torch
+import torch.nn.functional as F
+
+from dinfer.model import ModelSpec
+
+
+def ffn(
+    rows: torch.Tensor, x: torch.Tensor, spec: ModelSpec, up_bias: torch.Tensor | None, value_threshold: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial sum [tokens, hidden] of the neurons in ``rows`` [neuron, matrix, hidden] and their values.
+
+    ``x`` [tokens, hidden] is the FFN's input, ``up_bias`` [neuron] or None. The values [tokens, neuron] are 0 where
+    a neuron is inactive: its gate is at most ``spec.gate_threshold`` (ReLU kinds), or its value's magnitude at most
+    ``value_threshold`` (magnitude kinds, where the threshold is above 0).
+    """
+    values = neuron_values(rows, x, spec, up_bias)
+    if value_threshold > 0:
+        values = values.masked_fill(values.abs() <= value_threshold, 0)
+    return values @ rows[:, -1], values
+
+
+def neuron_values(
+    rows: torch.Tensor, x: torch.Tensor, spec: ModelSpec, up_bias: torch.Tensor | None
+) -> torch.Tensor:
+    """What each neuron multiplies its down row by: [tokens, neuron]."""
+    gate = F.linear(x, rows[:, 0], up_bias)
+    active = activate(gate, spec)
+    if not spec.gated:
+        return active
+    up = F.linear(x, rows[:, 1])
+    return active * (F.relu(up) if spec.activation == "drelu" else up)
+
+
+def activate(gate: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    """The model's activation function."""
+    if spec.activation == "silu":
+        return F.silu(gate)
+    if spec.activation == "gelu":
+        return F.gelu(gate, approximate="tanh")
+    return torch.where(gate > spec.gate_threshold, gate, 0) if spec.gate_threshold else F.relu(gate)

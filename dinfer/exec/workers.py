@@ -1,0 +1,115 @@
+"""The CPU's part of an FFN on threads of its own; the compiled kernel holds no GIL."""
+
+import queue
+import threading
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dinfer.exec.bank import Bank
+from dinfer.exec.clock import Clock
+from dinfer.exec.kernels_cpu import VIEWS, ffn_cpu
+from dinfer.plan import Plan
+
+
+class Partial(NamedTuple):
+    """The CPU's answer: the partial sum float32 [hidden], the ids it computed and their values float32 [ids]."""
+
+    total: np.ndarray
+    ids: np.ndarray
+    values: np.ndarray
+    ended: float
+
+
+class Workers:
+    """``threads`` threads that compute one layer's cold neurons together; the first also adds the parts up.
+
+    Plain threads and no numba thread pool: torch has its own pool, and the two would fight for the cores.
+    """
+
+    def __init__(self, plan: Plan, bank: Bank, threads: int, clock: Clock) -> None:
+        self.spec, self.clock, self.predicted = plan.spec, clock, plan.activation == "predicted"
+        spec = plan.spec
+        kind = str(bank.host.dtype).removeprefix("torch.")
+        self.rows = [_view(bank, layer, VIEWS[kind]) for layer in range(bank.host.shape[0])]
+        self.biases = None if bank.up_bias is None else bank.up_bias.numpy()
+        self.thresholds = [spec.gate_threshold if spec.sparsity_kind == "relu" else t for t in plan.value_thresholds]
+        self.jobs: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(threads)]
+        self.parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.threads = [
+            threading.Thread(target=self._work, args=(index,), name=f"cpu{index}", daemon=True)
+            for index in range(threads)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def start(self, layer: int, x: np.ndarray, ids: np.ndarray) -> None:
+        """Begin the layer's cold neurons ``ids`` int32 on input ``x`` float32 [hidden]."""
+        asked = time.perf_counter()
+        bounds = np.linspace(0, len(ids), len(self.jobs) + 1).astype(int)
+        for index, jobs in enumerate(self.jobs):
+            jobs.put((layer, x, ids[bounds[index] : bounds[index + 1]], asked))
+
+    def result(self) -> Partial:
+        """Wait for what ``start`` began; an error of a worker is raised here."""
+        answer = self.answer.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the threads."""
+        for jobs in self.jobs:
+            jobs.put(None)
+        for thread in self.threads:
+            thread.join()
+
+    def _work(self, index: int) -> None:
+        while (job := self.jobs[index].get()) is not None:
+            try:
+                part = self._compute(index == 0, *job)
+                if index:
+                    self.parts.put(part)
+                    continue
+                parts = [part, *(self.parts.get() for _ in self.jobs[1:])]
+                self.answer.put(_join(parts))
+            except BaseException as error:  # noqa: BLE001 - the decoding thread raises it
+                (self.parts if index else self.answer).put(error)
+
+    def _compute(self, first: bool, layer: int, x: np.ndarray, ids: np.ndarray, asked: float) -> Partial:
+        start = time.perf_counter()
+        if first:
+            self.clock.record(layer, "ffn_cpu", "d2h", asked, start)
+        total, values = np.zeros(self.spec.hidden, np.float32), np.empty(len(ids), np.float32)
+        bias = None if self.biases is None else self.biases[layer]
+        active = ffn_cpu(
+            self.spec, self.rows[layer], x, ids, total, values, self.thresholds[layer], bias, predicted=self.predicted
+        )
+        end = time.perf_counter()
+        if first:
+            self.clock.record(layer, "ffn_cpu", "cpu", start, end, active)
+        return Partial(total, ids, values, end)
+
+
+def _join(parts: list[Any]) -> Any:
+    for part in parts:
+        if isinstance(part, BaseException):
+            return part
+    if len(parts) == 1:
+        return parts[0]
+    ordered = sorted(parts, key=lambda part: part.ids[0] if len(part.ids) else -1)
+    return Partial(
+        np.sum([part.total for part in ordered], axis=0),
+        np.concatenate([part.ids for part in ordered]),
+        np.concatenate([part.values for part in ordered]),
+        max(part.ended for part in ordered),
+    )
+
+
+def _view(bank: Bank, layer: int, dtype: str) -> np.ndarray:
+    import torch
+
+    rows = bank.host[layer]
+    return (rows if rows.dtype == torch.float32 else rows.view(torch.int16)).numpy().view(dtype)

@@ -1,0 +1,272 @@
+"""The executor against transformers, and against the simulator."""
+
+import re
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dinfer import bits
+from dinfer.errors import InputError
+from dinfer.exec import Session, execute
+from dinfer.exec.bank import check_bank
+from dinfer.exec.execute import sample
+from dinfer.exec.link import EmulatedLink
+from dinfer.families import open_checkpoint
+from dinfer.machine import Cost, Device, Link, Machine
+from dinfer.placement import Placement
+from dinfer.plan import Plan
+from dinfer.policies import CACHES
+from dinfer.record.recorder import record
+from dinfer.sim import simulate
+
+MODELS = ("llama-silu", "llama-relu", "opt")
+FAST_LINK = Link("fast", 0.0, 1e12)
+
+
+def machine(link: Link = FAST_LINK) -> Machine:
+    gpu = Device("gpu", 2**40, attention=Cost(1e-4), gate=Cost(1e-6, 1e10), neuron=Cost(0, 1e10))
+    cpu = Device("cpu", 2**40, gate=Cost(1e-6, 1e9), neuron=Cost(0, 1e9))
+    return Machine("test", gpu, cpu, link, link, 1e11, emulated_link=link)
+
+
+def make_plan(directory, slots, dtype="float32", **changes) -> Plan:
+    """A plan whose placement and history are random, seeded; ``slots`` is a number a layer or an array."""
+    spec = open_checkpoint(directory).spec.with_dtype(dtype)
+    frequency = np.random.default_rng(1).random((spec.layers, spec.neurons), np.float32)
+    placement = Placement.hottest(frequency, np.broadcast_to(slots, spec.layers))
+    default = {"machine": machine(), "vram_bytes": 2**40, "context": 128}
+    return Plan(spec=spec, placement=placement, frequency=frequency, **{**default, **changes})
+
+
+def splits(neurons: int, layers: int):
+    """Slots a layer: none, one neuron in all, half, all but one, all."""
+    one = np.eye(1, layers, dtype=int)[0]
+    whole = np.full(layers, neurons)
+    return {"none": 0, "one": one, "half": neurons // 2, "all but one": whole - one, "all": whole}
+
+
+def prompts(count: int, vocab: int = 256) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, vocab, size=rng.integers(2, 12)).tolist() for _ in range(count)]
+
+
+def dense_greedy(model, ids: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Tokens and logits [tokens, vocab] of transformers, greedy, never stopping."""
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return out.sequences[0, len(ids) :].tolist(), torch.cat(out.logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("split", ["none", "one", "half", "all but one", "all"])
+def test_the_output_is_the_dense_models(tiny_models, name, split):
+    # case 10: every split computes the same function
+    reference = AutoModelForCausalLM.from_pretrained(tiny_models[name], dtype=torch.float32)
+    checkpoint = open_checkpoint(tiny_models[name])
+    plan = make_plan(tiny_models[name], splits(160, 4)[split], cache={"name": "hot_predicted"})
+    with Session(plan, checkpoint, "cpu") as session:
+        for ids in prompts(8):
+            seen: list[torch.Tensor] = []
+            run = session.generate(ids, max_tokens=64, stop=False, on_logits=seen.append)
+            expected, logits = dense_greedy(reference, ids, 64)
+            error = (torch.stack(seen) - logits).norm() / logits.norm()
+            assert error < 1e-4
+            assert list(run.ids) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_stays_near_its_own_dense_model(tiny_models, name, dtype):
+    # sums are taken in another order than the dense model's, each rounded to 8 (11) bits: a few units in the last place
+    reference = AutoModelForCausalLM.from_pretrained(tiny_models[name], dtype=getattr(torch, dtype))
+    plan = make_plan(tiny_models[name], 80, dtype)
+    with Session(plan, tiny_models[name], "cpu") as session:
+        for ids in prompts(4):
+            seen: list[torch.Tensor] = []
+            session.generate(ids, max_tokens=1, stop=False, on_logits=seen.append)
+            with torch.no_grad():
+                expected = reference(torch.tensor([ids])).logits[0, -1]
+            assert (seen[0] - expected).norm() / expected.norm() < (0.03 if dtype == "bfloat16" else 0.004)
+
+
+@pytest.fixture(scope="module")
+def relu_trace(tiny_models, tmp_path_factory):
+    """Prefill and decode of three sequences of the tiny ReLU model."""
+    return record(tiny_models["llama-relu"], prompts(3), tokens=36, out=tmp_path_factory.mktemp("t") / "trace")
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("prediction", ["oracle", "previous"])
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_a_replay_decides_as_the_simulator_does(tiny_models, relu_trace, cache, prediction, lookahead):
+    plan = make_plan(
+        tiny_models["llama-relu"], 60, cache={"name": cache}, prediction=prediction, lookahead=lookahead
+    )
+    simulated = simulate(plan, relu_trace)
+    executed = execute(plan, tiny_models["llama-relu"], replay=relu_trace, device="cpu")
+    assert executed.same_decisions(simulated)
+    assert cache == "static" or len(executed.fetch) > 100
+    # the model's own activity is the recorded one: the work is the same too
+    assert np.array_equal(executed.work, simulated.work)
+
+
+@pytest.mark.parametrize("issue", ["copy", "block", "gather"])
+@pytest.mark.parametrize("window", [0, 3, None])
+def test_parity_holds_for_each_issue_and_window(tiny_models, relu_trace, issue, window):
+    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"}, issue=issue, window=window)
+    executed = execute(plan, tiny_models["llama-relu"], replay=relu_trace, device="cpu")
+    assert executed.same_decisions(simulate(plan, relu_trace))
+
+
+def test_predicted_activation_computes_the_predicted_set_only(tiny_models, relu_trace):
+    plan = make_plan(
+        tiny_models["llama-relu"], 60, cache={"name": "lru"}, activation="predicted", prediction="oracle"
+    )
+    executed = execute(plan, tiny_models["llama-relu"], replay=relu_trace, device="cpu")
+    simulated = simulate(plan, relu_trace)
+    assert executed.same_decisions(simulated)
+    assert np.array_equal(executed.work, simulated.work)
+
+
+def test_a_live_run_decides_as_a_simulation_of_its_own_recording(tiny_models, tmp_path):
+    # greedy decoding of the recorded prompt is the recorded sequence: live predictions are the trace's
+    trace = record(tiny_models["llama-relu"], prompts(1), tokens=24, temperature=0.0, out=tmp_path / "trace")
+    ids = trace.phase("prefill").tokens["id"].tolist()
+    tokens = len(trace.phase("decode"))
+    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "hot_predicted"})
+    live = execute(plan, tiny_models["llama-relu"], ids, device="cpu", max_tokens=tokens + 1)
+    assert list(live.ids[:-1]) == trace.phase("decode").tokens["id"].tolist()
+    assert live.same_decisions(simulate(plan, trace))
+
+
+def test_silu_thresholds_silence_the_small_values(tiny_models):
+    # a threshold above every value leaves attention only, one of 0 the whole model
+    spec = open_checkpoint(tiny_models["llama-silu"]).spec
+    silent = make_plan(tiny_models["llama-silu"], 80, thresholds=(1e9,) * spec.layers)
+    run = execute(silent, tiny_models["llama-silu"], [5, 6, 7], device="cpu", max_tokens=4)
+    assert run.work[:, :, :2].sum() == 0
+    full = execute(replace(silent, thresholds=()), tiny_models["llama-silu"], [5, 6, 7], device="cpu", max_tokens=4)
+    assert np.all(full.work[:, :, :2].sum(axis=2) == spec.neurons)
+
+
+def test_slots_hold_what_the_buckets_say_after_many_swaps(tiny_models, relu_trace):
+    plan = make_plan(tiny_models["llama-relu"], 50, cache={"name": "lru"}, prediction="oracle", lookahead=2)
+    with Session(plan, tiny_models["llama-relu"], "cpu") as session:
+        run = session.replay(relu_trace)
+        check_bank(session.last_bank)
+    assert len(run.fetch) > 500
+
+
+def test_delays_change_no_decision_and_no_token(tiny_models, monkeypatch):
+    # races: whatever thread is slow, the barrier holds
+    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"}, lookahead=1)
+    calm = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=12)
+    rng = np.random.default_rng(3)
+    prefetch = EmulatedLink.prefetch
+
+    def slow(self, layer, ids, slots):
+        time.sleep(rng.random() * 2e-3)
+        return prefetch(self, layer, ids, slots)
+
+    monkeypatch.setattr(EmulatedLink, "prefetch", slow)
+    for _ in range(5):
+        shaken = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=12)
+        assert shaken.ids == calm.ids
+        assert shaken.same_decisions(calm)
+
+
+def test_the_emulated_link_keeps_its_rate(tiny_models, relu_trace):
+    # 2 MB/s: rows of 64 x 3 floats are 768 B; moving n of them takes n * 384 us
+    link = Link("slow", 1e-4, 2e6)
+    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"}, machine=machine(link), window=20)
+    run = execute(plan, tiny_models["llama-relu"], replay=relu_trace, device="cpu")
+    spans = run.timeline.to_frame().query("step == 'prefetch'")
+    took = (spans["end_seconds"] - spans["start_seconds"]).to_numpy()
+    nominal = 1e-4 + spans["neurons"].to_numpy() * plan.spec.neuron_bytes / 2e6
+    assert len(spans) > 50
+    assert np.all(took >= nominal - 1e-9)
+    assert np.median(took / nominal) < 1.5
+
+
+def test_threads_end_with_the_run(tiny_models):
+    before = threading.active_count()
+    execute(make_plan(tiny_models["opt"], 80), tiny_models["opt"], [4, 5], device="cpu", max_tokens=3)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("cpu_threads", [1, 2, 3])
+def test_any_number_of_cpu_threads_gives_the_same_tokens(tiny_models, cpu_threads):
+    plan = make_plan(tiny_models["llama-silu"], 33)
+    run = execute(plan, tiny_models["llama-silu"], [4, 5, 6], device="cpu", max_tokens=16, cpu_threads=cpu_threads)
+    other = execute(plan, tiny_models["llama-silu"], [4, 5, 6], device="cpu", max_tokens=16)
+    assert run.ids == other.ids
+
+
+def test_sampling_is_seeded_and_top_p_cuts_the_tail():
+    logits = torch.tensor([2.0, 1.0, 0.0, -5.0])
+    draws = [sample(logits, 1.0, 0.9, torch.Generator().manual_seed(seed)) for seed in range(200)]
+    again = [sample(logits, 1.0, 0.9, torch.Generator().manual_seed(seed)) for seed in range(200)]
+    assert draws == again
+    assert set(draws) == {0, 1}  # 0.66 + 0.24 reach 0.9
+    assert sample(logits, 0.0, 1.0, None) == 0
+
+
+def refuses(message: str):
+    return pytest.raises(InputError, match=f"^{re.escape(message)}$")
+
+
+def test_bad_input_is_refused_at_the_door(tiny_models, relu_trace):
+    relu = tiny_models["llama-relu"]
+    plan = make_plan(relu, 60)
+    with refuses("device 'tpu' is not one of cuda, cpu"):
+        execute(plan, relu, [1], device="tpu")
+    with refuses("prompt has no token; give --prompt some text"):
+        execute(plan, relu, [], device="cpu")
+    with refuses("prompt is empty; give --prompt some text"):
+        execute(plan, relu, "  ", device="cpu")
+    with refuses(
+        "prompt and answer take 202 tokens, the plan's KV cache holds 128; lower --tokens or plan with --context 202"
+    ):
+        execute(plan, relu, [1, 2], device="cpu", max_tokens=200)
+    with pytest.raises(InputError, match=r"^plan is for llama-relu.*make a plan for this model with `dinfer plan`$"):
+        execute(plan, tiny_models["opt"], [1], device="cpu")
+    with refuses(
+        "plan predicts by 'previous' with cache 'belady': that knows the future and runs only with --replay TRACE; "
+        "plan with --prediction previous and another --cache"
+    ):
+        execute(replace(plan, cache={"name": "belady"}), relu, [1], device="cpu")
+    with refuses("activation 'predicted' needs predictions; run with --replay TRACE or plan with --activation exact"):
+        execute(replace(plan, activation="predicted"), relu, [1], device="cpu")
+    with refuses("the trace has no decode token to replay; record with --tokens 1 or more"):
+        execute(plan, relu, replay=relu_trace.phase("prefill"), device="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_an_error_and_never_a_silent_fall_back(tiny_models):
+    plan = replace(make_plan(tiny_models["opt"], 60), machine=replace(machine(), emulated_link=None))
+    with pytest.raises(InputError, match=r"^device cuda is missing: torch sees no NVIDIA GPU here; run with --device"):
+        execute(plan, tiny_models["opt"], [1])
+
+
+def test_bank_bits_and_buckets_agree_at_the_start(tiny_models):
+    plan = make_plan(tiny_models["opt"], np.array([0, 1, 80, 160]))
+    with Session(plan, tiny_models["opt"], "cpu") as session:
+        session.generate([3], max_tokens=1)
+        check_bank(session.last_bank)
+        assert [len(bucket) for bucket in session.last_bank.bucket] == [0, 1, 80, 160]
+        assert np.array_equal(bits.count(session.last_bank.resident), [0, 1, 80, 160])
