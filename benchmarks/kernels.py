@@ -1,0 +1,203 @@
+"""The CPU's FFN kernel at ReluLLaMA-7B shape, beside a pure read of the same rows and dense torch.
+
+Neurons are predicted (a sorted random id list, all of them active) or, marked exact, told active by
+their gates. Layers rotate, so that the weights come from memory and not from a cache. Times of one
+setting are measured in turn in one run; a ratio is the median over the turns.
+"""
+
+import argparse
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rows import OUTPUTS, Row, measure_in_turn, spread, write
+
+from dinfer.exec.kernels_cpu import VIEWS, ffn_cpu, read_rows
+from dinfer.model import ModelSpec
+
+ALL_ACTIVE = float(np.finfo(np.float32).min)
+FULL, QUICK = (0.0, 0.5, 0.8, 0.9, 0.95), (0.0, 0.9)
+EXACT = (0.8, 0.9, 0.95)
+
+
+class Weights(NamedTuple):
+    """Random weights of several layers: one memory, as the kernel, the read and torch see it.
+
+    ``rows`` [layer, neuron, 3, hidden] and ``words`` uint32 [layer, neuron, word] are views of
+    ``matrices`` [layer, 3, neuron, hidden]: random numbers, which mean as much either way.
+    """
+
+    dtype: str
+    rows: np.ndarray
+    words: np.ndarray
+    matrices: torch.Tensor
+
+
+def random_weights(dtype: str, neurons: int, hidden: int, gib: float) -> Weights:
+    """About ``gib`` GiB of layers, at least one; all hold the same numbers."""
+    one = torch.randn(3, neurons, hidden, generator=torch.Generator().manual_seed(0)) / hidden**0.5
+    one = one.to(getattr(torch, dtype))
+    view = one.view(getattr(torch, VIEWS[dtype])).numpy()
+    layers = max(1, round(gib * 2**30 / view.nbytes))
+    slab = np.empty((layers, *view.shape), view.dtype)  # numpy asks for huge pages
+    slab[:] = view
+    return Weights(
+        dtype,
+        rows=slab.reshape(layers, neurons, 3, hidden),
+        words=slab.reshape(layers, neurons, -1).view(np.uint32),
+        matrices=torch.from_numpy(slab).view(one.dtype),
+    )
+
+
+class Bench:
+    """Calls of one setting, each on the next layer; ``threads`` split the ids between them."""
+
+    def __init__(self, weights: Weights, threads: int) -> None:
+        layers, neurons, _, hidden = weights.rows.shape
+        self.weights, self.threads = weights, threads
+        self.setting = f"{weights.dtype}, {threads} thread{'s'[: threads - 1]}"
+        self.spec = ModelSpec(
+            "shape", "llama", layers, hidden, neurons, 1, 1, 1, 1, activation="relu"
+        )
+        self.x = np.random.default_rng(1).standard_normal((hidden,), np.float32)
+        self.outs = np.zeros((threads, hidden), np.float32)
+        self.values = np.empty((threads, neurons), np.float32)
+        self.pool = ThreadPoolExecutor(threads)
+        self.turn = itertools.cycle(range(layers))
+        torch.set_num_threads(threads)
+
+    def _split(self, work: Callable[..., object], *ids: np.ndarray) -> None:
+        """``work(thread, *part)`` on each thread's part of each of ``ids``."""
+        parts = zip(*(np.array_split(each, self.threads) for each in ids), strict=True)
+        if self.threads == 1:
+            work(0, *next(parts))
+            return
+        barrier = threading.Barrier(self.threads)  # one part a thread, never two on the same
+
+        def part(index: int, mine: tuple[np.ndarray, ...]) -> None:
+            barrier.wait()
+            work(index, *mine)
+
+        list(self.pool.map(part, range(self.threads), parts))
+
+    def ffn(self, ids: np.ndarray, threshold: float, predicted: bool) -> None:
+        """The sparse FFN of the next layer."""
+        rows = self.weights.rows[next(self.turn)]
+        self.outs[:] = 0
+
+        def work(index: int, mine: np.ndarray) -> None:
+            out, values = self.outs[index], self.values[index, : len(mine)]
+            ffn_cpu(self.spec, rows, self.x, mine, out, values, threshold, predicted=predicted)
+
+        self._split(work, ids)
+
+    def read(self, ids: np.ndarray) -> None:
+        """The rows that a predicted FFN reads."""
+        words = self.weights.words[next(self.turn)]
+        self._split(lambda _, mine: read_rows(words, mine), ids)
+
+    def read_exact(self, ids: np.ndarray, active: np.ndarray) -> None:
+        """The rows that an exact FFN reads: the gates of ``ids``, up and down of ``active``."""
+        words = self.weights.words[next(self.turn)]
+        single = words.reshape(-1, words.shape[1] // 3)
+        others = np.stack([3 * active + 1, 3 * active + 2], axis=1).ravel()
+
+        def work(_: int, gates: np.ndarray, rest: np.ndarray) -> None:
+            read_rows(single, gates)
+            read_rows(single, rest)
+
+        self._split(work, 3 * ids, others)
+
+    def dense(self) -> None:
+        """The whole FFN of the next layer in torch, x in the weights' dtype."""
+        gate, up, down = self.weights.matrices[next(self.turn)]
+        x = torch.from_numpy(self.x).to(gate.dtype)[None]
+        F.linear(F.relu(F.linear(x, gate)) * F.linear(x, up), down.view(down.shape[1], -1))
+
+    def gates(self) -> np.ndarray:
+        """The gates float32 [neuron] of a layer (all hold the same numbers)."""
+        rows = torch.from_numpy(self.weights.rows[0][:, 0].copy())
+        weights = rows.view(getattr(torch, self.weights.dtype)).float()
+        return (weights @ torch.from_numpy(self.x)).numpy()
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.shutdown()
+
+
+def figure(name: str, setting: str, own: np.ndarray, against: str, other: np.ndarray) -> Row:
+    """A row in milliseconds of seconds ``own`` [turns]; ``other`` is the peer's, [turns] or one."""
+    return Row(name, setting, *spread(1e3 * own), "ms", against, float(np.median(other / own)))
+
+
+def predicted_rows(bench: Bench, sparsities: tuple[float, ...], repeat: int) -> Iterator[Row]:
+    """The kernel on predicted neurons against the pure read and dense torch, by sparsity.
+
+    torch has turns of its own: its threads spin for a while after each, to the cost of the next.
+    """
+    neurons = bench.spec.neurons
+    dense = measure_in_turn({"dense": bench.dense}, max(5, repeat // 3))["dense"]
+    yield Row("torch dense", bench.setting, *spread(1e3 * dense), "ms", "", None)
+    for sparsity in sparsities:
+        count = max(1, round(neurons * (1 - sparsity)))
+        ids = np.sort(np.random.default_rng(2).permutation(neurons)[:count]).astype(np.int32)
+        ffn, read = partial(bench.ffn, ids, ALL_ACTIVE, True), partial(bench.read, ids)
+        seconds = measure_in_turn({"ffn": ffn, "read": read}, repeat)
+        setting = f"{bench.setting}, {sparsity:.0%} sparse"
+        yield figure("ffn_cpu", setting, seconds["ffn"], "pure read", seconds["read"])
+        yield figure("ffn_cpu", setting, seconds["ffn"], "torch dense", np.median(dense))
+
+
+def exact_rows(bench: Bench, sparsities: tuple[float, ...], repeat: int) -> Iterator[Row]:
+    """The kernel on all neurons, told active by their gates, against a read of what it needs."""
+    ids, gates = np.arange(bench.spec.neurons, dtype=np.int32), bench.gates()
+    for sparsity in sparsities:
+        threshold = float(np.quantile(gates, sparsity))
+        active = np.flatnonzero(gates > threshold).astype(np.int32)
+        ffn = partial(bench.ffn, ids, threshold, False)
+        read = partial(bench.read_exact, ids, active)
+        seconds = measure_in_turn({"ffn": ffn, "read": read}, repeat)
+        setting = f"{bench.setting}, {sparsity:.0%} sparse, exact"
+        yield figure("ffn_cpu", setting, seconds["ffn"], "pure read", seconds["read"])
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", choices=OUTPUTS, default="md")
+    parser.add_argument("--quick", action="store_true", help="fewer settings and repetitions")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--neurons", type=int, default=11008)
+    parser.add_argument("--gib", type=float, help="weights to rotate over: 2, or 1 if quick")
+    parser.add_argument("--dtype", choices=list(VIEWS), action="append", help="default: all")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    given = arguments()
+    repeat, sparsities, exact = (7, QUICK, (0.9,)) if given.quick else (21, FULL, EXACT)
+    gib = given.gib or (1.0 if given.quick else 2.0)
+    found: list[Row] = []
+    for dtype in given.dtype or list(VIEWS):
+        weights = random_weights(dtype, given.neurons, given.hidden, gib)
+        for threads in (1, 2):
+            print(f"{dtype}, {threads} threads", file=sys.stderr)
+            with Bench(weights, threads) as bench:
+                found += predicted_rows(bench, sparsities, repeat)
+                found += exact_rows(bench, exact, repeat)
+        del weights, bench
+    write(found, given.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Each benchmark runs on a tiny shape and prints the shared row schema in every format."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+FIELDS = ["name", "setting", "median", "low", "high", "unit", "against", "ratio"]
+SMALL = ["--quick", "--dtype", "bfloat16", "--hidden", "256", "--neurons", "512", "--gib", "0.01"]
+TINY = {"kernels.py": SMALL}
+
+
+def run(script: str, output: str) -> tuple[str, str]:
+    command = [sys.executable, BENCHMARKS / script, "-o", output, *TINY[script]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """The rows of a Markdown table."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert all(set(rule) <= set("-:") for rule in cells[1])
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def read(text: str, output: str) -> list[dict[str, str]]:
+    """Rows of the printed text, each value as text; a missing ratio is empty."""
+    if output == "md":
+        return table(text)
+    if output == "csv":
+        return list(csv.DictReader(io.StringIO(text)))
+    return [{k: "" if v is None else str(v) for k, v in row.items()} for row in json.loads(text)]
+
+
+@pytest.mark.parametrize("output", ["md", "csv", "json"])
+@pytest.mark.parametrize("script", sorted(TINY))
+def test_rows_have_the_schema(script, output):
+    text, errors = run(script, output)
+    rows = read(text, output)
+    assert rows
+    for row in rows:
+        assert list(row) == FIELDS
+        assert row["name"]
+        assert row["unit"]
+        assert 0 < float(row["low"]) <= float(row["median"]) <= float(row["high"])
+        assert (row["ratio"] == "") == (row["against"] == "")
+        assert row["ratio"] == "" or float(row["ratio"]) > 0
+    heading = text if output == "md" else errors
+    assert "numba" in heading
+    assert "cores" in heading
