@@ -184,6 +184,7 @@ class LayerCosts(NamedTuple):
 
     ``attention_seconds`` grows by ``attention_token_seconds`` for each token of context. A side's FFN over
     ``examined`` neurons of which ``active`` are active takes ``fixed + examined * gate + active * neuron``.
+    ``gpu_dram_bytes`` is what the GPU's part reads through the host's DRAM for each neuron: 0 but for an emulated GPU.
     A prefetch of ``n`` neurons takes ``prefetch_fixed_seconds + n * prefetch_neuron_seconds``.
     """
 
@@ -205,6 +206,7 @@ class LayerCosts(NamedTuple):
     head_seconds: float
     neuron_bytes: float
     gate_bytes: float
+    gpu_dram_bytes: float
     state_bytes: float
     dram_bytes_per_second: float
 
@@ -248,7 +250,7 @@ def layer_costs(
     kv_token_bytes = spec.kv_bytes(1) / spec.layers
     attention = gpu.attention.fixed_seconds + spec.attention_bytes * rate(gpu.attention)
     predictor_bytes = predictor_rank * (spec.hidden + spec.neurons) * 2
-    return LayerCosts(
+    costs = LayerCosts(
         attention_seconds=attention,
         attention_token_seconds=kv_token_bytes / gpu.kv.bytes_per_second,
         gpu_fixed_seconds=gpu.gate.fixed_seconds,
@@ -267,9 +269,11 @@ def layer_costs(
         head_seconds=gpu.head.seconds(spec.head_bytes, 2 * spec.vocab * spec.hidden),
         neuron_bytes=float(row_bytes),
         gate_bytes=gate_bytes if exact else 0.0,
+        gpu_dram_bytes=float(row_bytes) if machine.emulated else 0.0,
         state_bytes=state_bytes,
         dram_bytes_per_second=machine.dram_bytes_per_second,
     )
+    return LayerCosts(*map(float, costs))  # a TOML file may say 1 for 1.0, a compiled reader takes floats only
 
 
 def catalogue_machines() -> dict[str, Machine]:

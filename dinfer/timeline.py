@@ -129,11 +129,12 @@ class Timeline:
                 "tokens": self.tokens,
                 "seconds": self.seconds,
                 "meta": dict(self.meta),
+                **({} if self.totals is None else {"totals": self.totals.tolist()}),
                 "spans": {name: self.spans[name].tolist() for name in COLUMNS},
             },
         }
-        text = json.dumps(document)
-        Path(path).write_bytes(gzip.compress(text.encode()) if str(path).endswith(".gz") else text.encode())
+        text = json.dumps(document).encode()
+        Path(path).write_bytes(gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -142,12 +143,18 @@ class Timeline:
             raw = Path(path).read_bytes()
             document = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
             saved = document["dinfer"]
+            if saved["format"] != FORMAT:
+                raise ValueError(saved["format"])
             if saved["version"] > VERSION:
                 raise InputError(f"{path} has version {saved['version']}, this dinfer reads up to {VERSION}")
             spans = np.empty(len(saved["spans"]["token"]), SPAN_DTYPE)
             for name in COLUMNS:
                 spans[name] = saved["spans"][name]
-            return cls(spans, saved["tokens"], saved["seconds"], saved["meta"])
+            for name, words in (("step", STEPS), ("stream", STREAMS)):
+                if not np.isin(spans[name], np.arange(len(words))).all():
+                    raise ValueError(name)
+            totals = np.array(saved["totals"]) if "totals" in saved else None
+            return cls(spans, saved["tokens"], saved["seconds"], saved["meta"], totals)
         except FileNotFoundError:
             raise InputError(f"timeline {path} does not exist; write one with --timeline {path}") from None
         except (ValueError, KeyError, TypeError, EOFError, OSError) as error:

@@ -1,7 +1,5 @@
 """One decoded token, for real: the same functions in the same order as sim/decode.py, doing the work."""
 
-import queue
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,8 +16,8 @@ from dinfer.exec.workers import Partial, Workers
 from dinfer.families import FAMILIES
 from dinfer.plan import Plan
 from dinfer.policies.protocol import NO_FUTURE
-from dinfer.policies.window import window_neurons
-from dinfer.policies.words import add_members
+from dinfer.policies.window import sized_window
+from dinfer.policies.words import add_members, count_members, swap
 from dinfer.trace import Trace
 
 
@@ -29,13 +27,6 @@ class Share(NamedTuple):
     slots: torch.Tensor | None
     gpu_ids: np.ndarray
     cpu_ids: np.ndarray
-
-
-class Ready(NamedTuple):
-    """What a layer's FFN waits for: ``scheduled`` is set when the policy has stepped, ``copy[0]`` is its prefetch."""
-
-    scheduled: threading.Event
-    copy: list[Any]
 
 
 NO_IDS = np.zeros(0, np.int32)
@@ -60,12 +51,11 @@ class Running:
     replay: Trace | None = None
     first: np.ndarray | None = None
     predictions: np.ndarray = field(init=False)
-    ready: dict[int, Ready] = field(default_factory=dict)
+    copies: dict[int, Any] = field(default_factory=dict)
     work: list[np.ndarray] = field(default_factory=list)
     moves: list[tuple[int, int, np.ndarray, np.ndarray]] = field(default_factory=list)
     fetched: dict[int, np.ndarray] = field(default_factory=dict)
     share: dict[int, Share] = field(default_factory=dict)
-    scheduler: "Scheduler" = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.plan.spec
@@ -76,11 +66,11 @@ class Running:
         self.parameters = self.policy.parameters()
         self.value_thresholds = self.plan.value_thresholds
         self.predictions = np.zeros((spec.layers, spec.words), np.uint64)
-        self.scheduler = Scheduler(self)
+        room = 64 * spec.words
+        self.fetch, self.evict = np.empty(room, np.int32), np.empty(room, np.int32)
 
     def close(self) -> None:
-        """End the threads, the scheduler first: it feeds the link."""
-        self.scheduler.close()
+        """End the threads."""
         self.link.close()
         self.workers.close()
 
@@ -91,15 +81,13 @@ def decode_token(run: Running, token_id: int, position: int) -> torch.Tensor:
     run.work.append(np.zeros((spec.layers, 4), np.int32))
     hidden = run.family.embed(run.dense, torch.tensor([token_id], device=run.kv.device), position)
     for layer in range(spec.layers):
-        hidden = attention(run, layer, hidden, position)
+        hidden, x = attention(run, layer, hidden, position)
         if run.schedules:
             first, last = targets(layer, run.plan.lookahead, spec.layers)
             for target in range(first, last):
                 schedule(run, target)
-        hidden = ffn(run, layer, hidden)
-    logits = head(run, hidden)
-    run.clock.token += 1
-    return logits
+        hidden = ffn(run, layer, hidden, x)
+    return head(run, hidden)
 
 
 def targets(layer: int, lookahead: int, layers: int) -> tuple[int, int]:
@@ -107,38 +95,35 @@ def targets(layer: int, lookahead: int, layers: int) -> tuple[int, int]:
     return 0 if layer == 0 else layer + lookahead, min(layer + lookahead + 1, layers)
 
 
-def attention(run: Running, layer: int, hidden: torch.Tensor, position: int) -> torch.Tensor:
-    """The GPU's attention: the un-normalised residual [1, hidden]."""
+def attention(
+    run: Running, layer: int, hidden: torch.Tensor, position: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The GPU's attention with its norms: the un-normalised residual and the FFN's input, [1, hidden] each."""
     hidden = run.family.attention(run.dense, layer, hidden, run.kv[layer], position)
+    x = run.family.ffn_input(run.dense, layer, hidden)
     run.clock.lap(layer, "attention")
-    return hidden
+    return hidden, x
 
 
 def schedule(run: Running, layer: int) -> None:
-    """Hand the step of ``layer`` to the scheduler thread."""
-    run.ready[layer] = Ready(threading.Event(), [])
-    run.scheduler.jobs.put((step_policy, run.clock.token, layer, run.ready[layer]))
+    """Step the policy for ``layer``, swap, and start its prefetch.
 
-
-def step_policy(run: Running, token: int, layer: int, ready: Ready) -> None:
-    """Step the policy for ``layer``, swap, and prefetch (on the scheduler thread)."""
-    start = time.perf_counter()
+    On the decoding thread: the step is compiled and takes microseconds, a thread of its own would cost more in
+    hand-overs of the GIL (250 us a layer measured on 2 cores) than it saves.
+    """
+    start, token = time.perf_counter(), run.clock.token
     predicted, future = predict(run, token, layer)
-    bank, window = run.bank, run.plan.window
+    resident, window = run.bank.resident[layer], run.plan.window
     if window is None:
-        hits = int(bits.count(predicted & bank.resident[layer]))
-        slots, misses = len(bank.bucket[layer]), int(bits.count(predicted)) - hits
-        window = window_neurons(run.costs, run.plan.lookahead, slots, bank.neurons, hits, misses)
+        window = sized_window(run.costs, run.plan.lookahead, resident, predicted, run.bank.neurons)
     n = run.policy.step(  # type: ignore[operator]
-        run.parameters, run.state[layer], bank.resident[layer], predicted, future, window,
-        run.scheduler.fetch, run.scheduler.evict,
-    )  # fmt: skip
-    fetch, evict = run.scheduler.fetch[:n].copy(), run.scheduler.evict[:n].copy()
-    run.clock.record(layer, "schedule", "scheduler", start, time.perf_counter())
-    prefetch(run, token, layer, fetch, evict, ready)
+        run.parameters, run.state[layer], resident, predicted, future, window, run.fetch, run.evict
+    )
+    swap(resident, run.fetch, run.evict, n)
+    prefetch(run, token, layer, n)
     if run.plan.activation == "predicted":
-        run.share[layer] = predicted_share(bank, layer, predicted)
-    ready.scheduled.set()
+        run.share[layer] = predicted_share(run.bank, layer, predicted)
+    run.clock.record(layer, "schedule", "scheduler", start, time.perf_counter())
 
 
 def predicted_share(bank: Bank, layer: int, predicted: np.ndarray) -> Share:
@@ -162,55 +147,51 @@ def predict(run: Running, token: int, layer: int) -> tuple[np.ndarray, np.ndarra
     return np.ascontiguousarray(predicted), active[token + 1 :, layer]
 
 
-def prefetch(run: Running, token: int, layer: int, fetch: np.ndarray, evict: np.ndarray, ready: Ready) -> None:
-    """Start the host-to-device copy of ``fetch`` into the slots of ``evict``."""
+def prefetch(run: Running, token: int, layer: int, n: int) -> None:
+    """Start the host-to-device copy of the ``n`` neurons that the policy fetched."""
+    fetch, evict = run.fetch[:n].copy(), run.evict[:n].copy()
     run.fetched[layer] = fetch
-    if len(fetch) == 0:
-        return
-    slots = run.bank.swap(layer, fetch, evict)
-    run.moves.append((token, layer, fetch, evict))
-    ready.copy.append(run.link.prefetch(layer, fetch, slots))
+    if n:
+        slots = run.bank.swap(layer, fetch, evict)
+        run.moves.append((token, layer, fetch, evict))
+        run.copies[layer] = run.link.prefetch(layer, fetch, slots)
 
 
-def ffn(run: Running, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+def ffn(run: Running, layer: int, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Both sides' parts and the merge; the GPU waits for its neurons, then for the CPU's partial sum."""
-    x = run.family.ffn_input(run.dense, layer, hidden)
-    if run.schedules:
-        wait(run, layer)
+    wait(run, layer)
     share = run.share.get(layer) or Share(None, run.bank.bucket[layer], run.bank.cold[layer])
     if len(share.cpu_ids):
         run.workers.start(layer, x[0].float().cpu().numpy(), share.cpu_ids)
-    total, values = ffn_gpu(run, layer, x, share.slots)
+    total, values = ffn_gpu(run, layer, x, share)
     partial = None
     if len(share.cpu_ids):
         partial = run.workers.result()
-        run.clock.lap(layer, "wait")
+        run.clock.lap(layer, "wait", until=partial.ended)  # what comes after, waking up, is the merge's
         total = merge(run, layer, total, partial)
-    run.scheduler.jobs.put((observe, run.clock.token, layer, share.gpu_ids, values, partial))
+    observe(run, layer, share.gpu_ids, values, partial)
     if run.bank.down_bias is not None:
         total = total + run.bank.down_bias[layer]
     return hidden + total
 
 
 def wait(run: Running, layer: int) -> None:
-    """The barrier: the policy has stepped and the layer's prefetch has landed."""
-    ready = run.ready.pop(layer)
-    ready.scheduled.wait()
-    for copy in ready.copy:
+    """The barrier: the layer's prefetch has landed."""
+    copy = run.copies.pop(layer, None)
+    if copy is not None:
         run.link.wait(copy)
-    run.clock.lap(layer, "wait")
+        run.clock.lap(layer, "wait")
 
 
-def ffn_gpu(
-    run: Running, layer: int, x: torch.Tensor, slots: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sum [1, hidden] and values of the neurons in ``slots`` (None: every slot)."""
+def ffn_gpu(run: Running, layer: int, x: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial sum [1, hidden] and values of the neurons in the GPU's share."""
+    if not len(share.gpu_ids):
+        return torch.zeros_like(x), x.new_zeros(0)
     rows, bias = run.bank.slots[layer], None
-    bucket = run.bank.bucket[layer]
-    if slots is not None:
-        rows, bucket = rows[slots], bucket[slots.cpu().numpy()]
+    if share.slots is not None:
+        rows = rows[share.slots]
     if run.bank.up_bias is not None:
-        bias = run.bank.up_bias[layer][torch.from_numpy(bucket).long()].to(x.device, x.dtype)
+        bias = run.bank.up_bias[layer][torch.from_numpy(share.gpu_ids).long()].to(x.device, x.dtype)
     total, values = kernels_gpu.ffn(rows, x, run.plan.spec, bias, float(run.value_thresholds[layer]))
     run.clock.lap(layer, "ffn_gpu", rows.shape[0])
     return total, values[0]
@@ -226,57 +207,23 @@ def merge(run: Running, layer: int, total: torch.Tensor, partial: Partial) -> to
 
 
 def observe(
-    run: Running, token: int, layer: int, gpu_ids: np.ndarray, gpu_values: torch.Tensor, partial: Partial | None
+    run: Running, layer: int, gpu_ids: np.ndarray, gpu_values: torch.Tensor, partial: Partial | None
 ) -> None:
-    """Learn who was active (on the scheduler thread): the next token's prediction, and the log of the work."""
+    """Learn who was active: the next token's prediction, and the log of the work."""
     active = np.zeros(run.plan.spec.words, np.uint64)
     on_gpu = add_members(active, gpu_ids, gpu_values.float().cpu().numpy())
     on_cpu = 0 if partial is None else add_members(active, partial.ids, partial.values)
     run.predictions[layer] = active
-    run.work[token][layer, :2] = on_gpu, on_cpu
     fetched = run.fetched.get(layer, NO_IDS)
-    if len(fetched):
-        members = bits.unpack(active, run.bank.neurons)
-        run.work[token][layer, 2:] = len(fetched), len(fetched) - int(members[fetched].sum())
+    run.work[run.clock.token][layer] = on_gpu, on_cpu, len(fetched), len(fetched) - count_members(active, fetched)
 
 
 def head(run: Running, hidden: torch.Tensor) -> torch.Tensor:
-    """Final norm and output projection: logits [vocab]; the lap is the sampler's."""
+    """Final norm and output projection: logits [vocab]; ``end_token`` laps it together with the sampling."""
     return run.family.head(run.dense, hidden)[0]
 
 
-class Scheduler:
-    """One thread that steps the policy and prefetches while the main thread computes; jobs in order."""
-
-    def __init__(self, run: Running) -> None:
-        self.run = run
-        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.fetch = np.empty(64 * run.plan.spec.words, np.int32)
-        self.evict = np.empty_like(self.fetch)
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        """Finish the queue and end the thread; an error in it is raised here."""
-        self.jobs.put(None)
-        self.thread.join()
-        if self.error is not None:
-            raise self.error
-
-    def flush(self) -> None:
-        """Wait until every job so far is done."""
-        done = threading.Event()
-        self.jobs.put((lambda run: done.set(),))
-        done.wait()
-
-    def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            function, *arguments = job
-            try:
-                function(self.run, *arguments)
-            except BaseException as error:  # noqa: BLE001 - raised on the decoding thread by close
-                self.error = self.error or error
-                for argument in arguments:
-                    if isinstance(argument, Ready):
-                        argument.scheduled.set()
+def end_token(run: Running) -> None:
+    """The token is sampled: close its head's lap."""
+    run.clock.lap(-1, "head")
+    run.clock.token += 1

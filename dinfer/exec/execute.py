@@ -12,7 +12,7 @@ from dinfer.errors import InputError
 from dinfer.exec import kernels_gpu
 from dinfer.exec.bank import Bank, fill_bank
 from dinfer.exec.clock import Clock
-from dinfer.exec.decode import Running, decode_token
+from dinfer.exec.decode import Running, decode_token, end_token
 from dinfer.exec.link import CudaLink, EmulatedLink, Transport
 from dinfer.exec.workers import Workers
 from dinfer.families import FAMILIES, TORCH_DTYPES, Checkpoint, open_checkpoint
@@ -64,7 +64,7 @@ class Session:
     def __init__(
         self, plan: Plan, model: str | Path | Checkpoint, device: str = "cuda", cpu_threads: int | None = None
     ) -> None:
-        self.device = _open_device(device)
+        self.device = open_device(device)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         plan.check_model(checkpoint.spec, checkpoint.fingerprint if plan.weights else "")
         if plan.spec.dtype not in TORCH_DTYPES:
@@ -123,8 +123,8 @@ class Session:
             run.clock.resume()
             while True:
                 token = sample(logits, temperature, top_p, generator)
-                if new or run.clock.token:
-                    run.clock.lap(-1, "head")
+                if new:
+                    end_token(run)
                 new.append(token)
                 if on_logits is not None:
                     on_logits(logits)
@@ -135,7 +135,6 @@ class Session:
                 logits = decode_token(run, token, len(ids) + len(new) - 1)
             run.clock.pause()
         finally:
-            run.scheduler.flush()
             run.close()
         text = tokenizer.decode(new, skip_special_tokens=True) if tokenizer is not None else ""
         return self._finish(run, text, tuple(new))
@@ -155,17 +154,16 @@ class Session:
         first = np.concatenate([[True], sequence[1:] != sequence[:-1]])
         run = self._start(decoded, first)
         try:
-            for row in range(len(decoded)):
-                token, position = int(decoded.tokens["id"].iloc[row]), int(decoded.tokens["position"].iloc[row])
+            ids, positions = decoded.tokens["id"].tolist(), decoded.tokens["position"].tolist()
+            for row, (token, position) in enumerate(zip(ids, positions, strict=True)):
                 if first[row]:
                     run.clock.pause()
                     prefill(run, _prompt_ids(trace, int(sequence[row]), position))
                     run.clock.resume()
                 sample(decode_token(run, token, position), 0.0, 1.0, None)
-                run.clock.lap(-1, "head")
+                end_token(run)
             run.clock.pause()
         finally:
-            run.scheduler.flush()
             run.close()
         return self._finish(run, "", tuple(decoded.tokens["id"].tolist()))
 
@@ -278,7 +276,8 @@ def sample(logits: torch.Tensor, temperature: float, top_p: float, generator: to
     return int(order[torch.multinomial(ordered, 1, generator=generator)])
 
 
-def _open_device(device: str) -> torch.device:
+def open_device(device: str) -> torch.device:
+    """The torch device "cpu" or "cuda"; raises InputError for another name or where there is no GPU."""
     if device not in ("cpu", "cuda"):
         raise InputError(f"device {device!r} is not one of cuda, cpu")
     if device == "cuda" and not torch.cuda.is_available():

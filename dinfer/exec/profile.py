@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from scipy.optimize import nnls
+from scipy.optimize import least_squares, nnls
 
 from dinfer import bits
 from dinfer.exec.execute import Session
@@ -29,11 +29,11 @@ from dinfer.plan import Plan
 from dinfer.timeline import Run
 from dinfer.trace import Trace
 
-SHARES = (0.08, 0.33, 0.58, 0.83)
-"""Resident shares of the calibration plans."""
+SHARES = (0.0, 0.12, 0.37, 0.62, 0.87, 1.0)
+"""Resident shares of the calibration plans; at the ends one side works alone."""
 
-MOVED_SHARES = (0.02, 0.05, 0.1, 0.2)
-"""Windows of the calibration plans that move neurons, as shares of a layer's neurons."""
+MOVED = ((0.37, 0.03), (0.37, 0.12), (0.62, 0.06))
+"""Resident share and window (a share of a layer's neurons) of the calibration plans that move neurons."""
 
 EMULATED_LINK = Link("emulated PCIe", 10e-6, 4e9)
 """What a CPU device takes for a link when none is given: ours."""
@@ -42,7 +42,7 @@ SILENT = 3e38
 """A magnitude threshold that silences every neuron, so that only the cost of the gates is left."""
 
 WARM_TOKENS, TOKENS = 2, 16
-SHORT_PROMPT, LONG_PROMPT = 8, 384
+SHORT_PROMPT, LONG_PROMPTS = 8, (128, 384)
 
 
 class Fit(NamedTuple):
@@ -88,24 +88,29 @@ def measure_machine(
 
 def _calibration_plans(spec: ModelSpec, machine: Machine, thresholds: tuple[float, ...]) -> Iterator[tuple[Plan, int]]:
     frequency = np.random.default_rng(0).random((spec.layers, spec.neurons), np.float32)
-    extremes = [(SILENT,) * spec.layers, (0.0,) * spec.layers] if spec.sparsity_kind == "magnitude" else []
-    for number, share in enumerate(SHARES):
-        plan = Plan(
+
+    def plan(share: float, prompt_tokens: int = SHORT_PROMPT, **changes: Any) -> tuple[Plan, int]:
+        default = {"thresholds": thresholds, "context": min(512, spec.max_positions)}
+        slots = np.full(spec.layers, int(share * spec.neurons))
+        return Plan(
             spec=spec,
             machine=machine,
-            placement=Placement.hottest(frequency, np.full(spec.layers, int(share * spec.neurons))),
+            placement=Placement.hottest(frequency, slots),
             frequency=frequency,
             vram_bytes=machine.gpu.memory_bytes,
-            context=SHORT_PROMPT + WARM_TOKENS + TOKENS + 1,
-            thresholds=thresholds,
-        )
-        yield plan, SHORT_PROMPT
-        if extremes:
-            yield replace(plan, thresholds=extremes[number % 2]), SHORT_PROMPT
-        window = max(1, int(MOVED_SHARES[number] * spec.neurons))
-        yield replace(plan, cache={"name": "lru"}, window=window), SHORT_PROMPT
-    long = min(LONG_PROMPT, spec.max_positions - WARM_TOKENS - TOKENS - 1)
-    yield replace(plan, context=long + WARM_TOKENS + TOKENS + 1), long
+            **{**default, **changes},
+        ), prompt_tokens
+
+    for share in SHARES:
+        yield plan(share)
+    if spec.sparsity_kind == "magnitude":
+        yield plan(SHARES[0], thresholds=(SILENT,) * spec.layers)
+        yield plan(SHARES[2], thresholds=(SILENT,) * spec.layers)
+        yield plan(SHARES[3], thresholds=(0.0,) * spec.layers)
+    for share, window in MOVED:
+        yield plan(share, cache={"name": "lru"}, window=max(1, int(window * spec.neurons)))
+    for prompt_tokens in LONG_PROMPTS:
+        yield plan(SHARES[2], min(prompt_tokens, spec.max_positions - WARM_TOKENS - TOKENS))
 
 
 def _random_activity(spec: ModelSpec, prompt_tokens: int) -> Trace:
@@ -136,53 +141,136 @@ def _samples(run: Run, plan: Plan, number: int, prompt_tokens: int) -> pd.DataFr
 
 
 def _fit(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine, pd.DataFrame]:
-    gpu = _stream(frame, "ffn_gpu", "gpu")
-    cpu = _stream(frame, "ffn_cpu", "cpu")
-    still = _stream(frame, "attention", "gpu").query("layer > 0 and not moves")
-    copies = _stream(frame, "prefetch", "h2d")
-    heads = _stream(frame, "head", "gpu")
-    fits, values = [], {}
-    for step, rows, units in (
-        ("attention", still, ["position"]),
-        ("ffn_gpu", gpu, ["slots", "gpu_active"]),
-        ("ffn_cpu", cpu, ["cold", "cpu_active"]),
-        ("prefetch", copies, ["neurons"]),
-    ):
-        values[step], described = _affine(step, rows, units)
-        fits.extend(described)
-    for step, seconds in (
-        ("handoff", _handoff(frame)),
-        ("merge", _merge(frame)),
-        ("schedule", _schedule(frame)),
-        ("head", heads["seconds"]),
-    ):
-        values[step] = [_mean(seconds)]
-        fits.append(Fit(step, values[step][0] * 1e6, 0.0, "", float("nan"), len(seconds)))
-    return _machine(spec, blank, values), pd.DataFrame(fits)
+    attention = _stream(frame, "attention", "gpu")
+    still = attention.query("not moves")
+    values: dict[str, list[float]] = {}
+    values["attention"], fits = _affine("attention", still, ["position"])
+    values["handoff"] = [_mean(_handoff(frame))]
+    sides, residuals = _fit_sides(spec, blank, frame, values["handoff"][0])
+    fits += [
+        Fit("ffn_gpu", sides.gpu_fixed * 1e6, sides.gpu_slot * 1e9, "slot", residuals[0], residuals[2]),
+        Fit("ffn_cpu", sides.cpu_fixed * 1e6, sides.cpu_cold * 1e9, "cold neuron", residuals[1], residuals[2]),
+        Fit("ffn_cpu", 0.0, sides.cpu_active * 1e9, "active neuron", residuals[1], residuals[2]),
+    ]
+    values["prefetch"], described = _fit_prefetch(spec, blank, _stream(frame, "prefetch", "h2d"))
+    fits.append(described)
+    moved = attention.query("moves")
+    slowed = max(0.0, _mean(moved["seconds"]) - values["attention"][0]) if len(moved) else 0.0
+    values["merge"] = [_mean(_merge(frame))]
+    values["schedule"] = [_mean(_schedule(frame)) + slowed]
+    values["head"] = [_mean(_stream(frame, "head", "gpu")["seconds"])]
+    for step in ("handoff", "merge", "schedule", "head"):
+        fits.append(Fit(step, values[step][0] * 1e6, 0.0, "", float("nan"), len(still)))
+    return _machine(spec, blank, values, sides), pd.DataFrame(fits)
 
 
-def _machine(spec: ModelSpec, blank: Machine, values: dict[str, list[float]]) -> Machine:
+class Sides(NamedTuple):
+    """Both sides of an FFN alone: fixed seconds, seconds for each neuron, and the DRAM rate that they share."""
+
+    gpu_fixed: float
+    gpu_slot: float
+    cpu_fixed: float
+    cpu_cold: float
+    cpu_active: float
+    dram_bytes_per_second: float
+
+
+def _fit_sides(
+    spec: ModelSpec, blank: Machine, frame: pd.DataFrame, handoff: float
+) -> tuple[Sides, tuple[float, float, int]]:
+    """Least squares of both sides' mean seconds at once: they overlap, and share the DRAM as the simulator says."""
+    keys = ["run", "layer"]
+    gpu = _stream(frame, "ffn_gpu", "gpu").groupby(keys)["seconds"].agg(_mean).rename("gpu")
+    cpu = _stream(frame, "ffn_cpu", "cpu").groupby(keys)["seconds"].agg(_mean).rename("cpu")
+    work = frame[frame["layer"] >= 0].groupby(keys)[["slots", "cold", "cpu_active"]].mean()
+    levels = work.join(gpu).join(cpu)
+    levels.loc[levels["slots"] == 0, "gpu"] = np.nan
+    slots, cold, active = (levels[name].to_numpy() for name in ("slots", "cold", "cpu_active"))
+    gate_bytes = spec.neuron_bytes * spec.examined_share
+    rest_bytes = spec.neuron_bytes - gate_bytes
+    gpu_bytes = slots * spec.neuron_bytes if blank.emulated else np.zeros_like(slots)
+
+    def predict(sides: Sides) -> tuple[np.ndarray, np.ndarray]:
+        gpu_end, cpu_end = overlap(
+            (sides.gpu_fixed, slots * sides.gpu_slot, gpu_bytes),
+            (
+                handoff + sides.cpu_fixed,
+                cold * sides.cpu_cold + active * sides.cpu_active,
+                cold * gate_bytes + active * rest_bytes,
+            ),
+            sides.dram_bytes_per_second,
+        )
+        return gpu_end, cpu_end - handoff
+
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
+        gpu_seconds, cpu_seconds = predict(Sides(*np.exp(logarithms)))
+        errors = np.concatenate([gpu_seconds / levels["gpu"] - 1, cpu_seconds / levels["cpu"] - 1])
+        return errors[np.isfinite(errors)]
+
+    read = _read_bytes_per_second()
+    # no side reads faster than all cores together read memory that nothing computes on
+    fastest = Sides(1e-7, spec.neuron_bytes / 1e13, 1e-7, gate_bytes / read, rest_bytes / read, read / 8)
+    start = Sides(3e-5, spec.neuron_bytes / 1e10, 1e-5, 3 * gate_bytes / read, 3 * rest_bytes / read, read)
+    slowest = Sides(1e-2, spec.neuron_bytes / 1e7, 1e-2, gate_bytes / 1e7, rest_bytes / 1e7, 2 * read)
+    bounds = np.log(fastest), np.log(slowest)
+    solved = least_squares(residuals, np.log(start), bounds=bounds, loss="soft_l1", f_scale=0.1, x_scale="jac")
+    sides = Sides(*np.exp(solved.x).tolist())
+    by_run = levels.assign(gpu_fit=predict(sides)[0], cpu_fit=predict(sides)[1]).groupby("run").mean()
+    errors = [float((by_run[f"{side}_fit"] / by_run[side] - 1).abs().mean()) for side in ("gpu", "cpu")]
+    return sides, (errors[0], errors[1], len(levels))
+
+
+Flow = tuple[Any, np.ndarray, np.ndarray]
+"""One side: when it starts to move bytes, how long that takes it alone, and how many bytes."""
+
+
+def overlap(first: Flow, second: Flow, dram: float) -> tuple[np.ndarray, np.ndarray]:
+    """When two flows end that share the DRAM max-min fairly while both run, as sim/engine.py times them; seconds."""
+    (start_a, alone_a, bytes_a), (start_b, alone_b, bytes_b) = first, second
+    rate_a, rate_b = bytes_a / np.maximum(alone_a, 1e-12), bytes_b / np.maximum(alone_b, 1e-12)
+    half = dram / 2
+    slow = rate_a + rate_b > dram
+    shared_a = np.where(slow, np.where(rate_a <= half, rate_a, np.maximum(half, dram - rate_b)), rate_a)
+    shared_b = np.where(slow, np.where(rate_b <= half, rate_b, np.maximum(half, dram - rate_a)), rate_b)
+    later = np.maximum(start_a, start_b)
+    left_a = np.maximum(bytes_a - rate_a * (later - start_a), 0)
+    left_b = np.maximum(bytes_b - rate_b * (later - start_b), 0)
+    both = np.minimum(left_a / np.maximum(shared_a, 1e-12), left_b / np.maximum(shared_b, 1e-12))
+    end_a = later + both + (left_a - shared_a * both) / np.maximum(rate_a, 1e-12)
+    end_b = later + both + (left_b - shared_b * both) / np.maximum(rate_b, 1e-12)
+    return np.where(left_a > 0, end_a, start_a + alone_a), np.where(left_b > 0, end_b, start_b + alone_b)
+
+
+def _fit_prefetch(spec: ModelSpec, blank: Machine, rows: pd.DataFrame) -> tuple[list[float], Fit]:
+    """Affine in neurons; an emulated link's own rate is given, and only what waking up adds is measured."""
+    if not blank.emulated:
+        values, fits = _affine("prefetch", rows, ["neurons"])
+        return values, fits[0]
+    per_neuron = spec.neuron_bytes / blank.h2d.bytes_per_second
+    fixed = _mean(rows["seconds"] - rows["neurons"] * per_neuron)
+    residual = float(((fixed + rows["neurons"] * per_neuron) / rows["seconds"] - 1).abs().mean())
+    return [fixed, per_neuron], Fit("prefetch", fixed * 1e6, per_neuron * 1e9, "neuron", residual, len(rows))
+
+
+def _machine(spec: ModelSpec, blank: Machine, values: dict[str, list[float]], sides: Sides) -> Machine:
     gate_bytes = spec.neuron_bytes * spec.examined_share
     rest_bytes = spec.neuron_bytes - gate_bytes
     kv_token_bytes = spec.kv_bytes(1) / spec.layers
     attention, per_position = values["attention"]
-    gpu_fixed, gpu_slot, gpu_active = values["ffn_gpu"]
-    cpu_fixed, cpu_cold, cpu_active = values["ffn_cpu"]
     copy_fixed, copy_neuron = values["prefetch"]
-    dense_rate = spec.neuron_bytes / max(gpu_slot + gpu_active, 1e-12)
+    dense_rate = spec.neuron_bytes / sides.gpu_slot
     gpu = replace(
         blank.gpu,
         attention=_split(attention, spec.attention_bytes, dense_rate),
         kv=Cost(0.0, _rate(kv_token_bytes, per_position)),
-        gate=Cost(gpu_fixed, _rate(gate_bytes, gpu_slot)),
-        neuron=Cost(0.0, _rate(rest_bytes, gpu_active)),
+        gate=Cost(sides.gpu_fixed, gate_bytes / sides.gpu_slot),
         head=_split(values["head"][0], spec.head_bytes, dense_rate),
         merge=Cost(values["merge"][0]),
     )
     cpu = replace(
         blank.cpu,
-        gate=Cost(cpu_fixed, _rate(gate_bytes, cpu_cold)),
-        neuron=Cost(0.0, _rate(rest_bytes, cpu_active)),
+        gate=Cost(sides.cpu_fixed, gate_bytes / sides.cpu_cold),
+        neuron=Cost(0.0, rest_bytes / sides.cpu_active),
         schedule=Cost(values["schedule"][0]),
     )
     return replace(
@@ -191,7 +279,7 @@ def _machine(spec: ModelSpec, blank: Machine, values: dict[str, list[float]]) ->
         cpu=cpu,
         h2d=Link(blank.h2d.name, copy_fixed, _rate(spec.neuron_bytes, copy_neuron)),
         d2h=Link(blank.d2h.name, values["handoff"][0], blank.d2h.bytes_per_second),
-        dram_bytes_per_second=_read_bytes_per_second(),
+        dram_bytes_per_second=sides.dram_bytes_per_second,
     )
 
 
@@ -201,7 +289,8 @@ def _stream(frame: pd.DataFrame, step: str, stream: str) -> pd.DataFrame:
 
 def _affine(step: str, rows: pd.DataFrame, units: list[str]) -> tuple[list[float], list[Fit]]:
     """Non-negative least squares of the mean seconds at each level of the units, each level weighing the same."""
-    levels = rows.groupby(["run", "layer", *units], observed=True)["seconds"].agg(_mean).reset_index()
+    levels = rows.groupby(["run", "layer"])[["seconds", *units]].agg({"seconds": _mean, **dict.fromkeys(units, "mean")})
+    levels = levels.reset_index()
     design = np.column_stack([np.ones(len(levels)), levels[units].to_numpy(float)])
     scale = design.max(axis=0)
     target = levels["seconds"].to_numpy()
@@ -239,16 +328,17 @@ def _merge(frame: pd.DataFrame) -> pd.Series:
 
 
 def _schedule(frame: pd.DataFrame) -> pd.Series:
-    """From the end of attention to the end of the step one layer ahead."""
-    moving = frame[frame["moves"] & (frame["layer"] > 1)]
-    stepped = _keyed(_stream(moving, "schedule", "scheduler"), "end_seconds")
-    ready = _keyed(_stream(moving, "attention", "gpu"), "end_seconds", lag=1)
-    return (stepped - ready).dropna().clip(lower=0)
+    """What the barrier takes beyond waiting for the copy: the policy's step, the swap, issuing the prefetch."""
+    moving = frame[frame["moves"] & (frame["layer"] > 0)]
+    first = _stream(moving, "wait", "gpu").drop_duplicates(["run", "token", "layer"])
+    landed = _keyed(_stream(moving, "prefetch", "h2d"), "end_seconds")
+    begun, passed = _keyed(first, "start_seconds"), _keyed(first, "end_seconds")
+    return (passed - np.maximum(begun, landed.reindex(begun.index))).dropna().clip(lower=0)
 
 
 def _mean(seconds: pd.Series) -> float:
-    """Mean with the rare stalls (above ten times the median) left out."""
-    kept = seconds[seconds <= 10 * seconds.median()]
+    """Mean with the rare stalls (above five times the median) left out."""
+    kept = seconds[seconds <= 5 * seconds.median()]
     return float(kept.mean()) if len(kept) else 0.0
 
 

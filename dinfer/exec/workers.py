@@ -48,9 +48,9 @@ class Workers:
     def start(self, layer: int, x: np.ndarray, ids: np.ndarray) -> None:
         """Begin the layer's cold neurons ``ids`` int32 on input ``x`` float32 [hidden]."""
         asked = time.perf_counter()
-        bounds = np.linspace(0, len(ids), len(self.jobs) + 1).astype(int)
+        parts = len(self.jobs)
         for index, jobs in enumerate(self.jobs):
-            jobs.put((layer, x, ids[bounds[index] : bounds[index + 1]], asked))
+            jobs.put((layer, x, ids[index * len(ids) // parts : (index + 1) * len(ids) // parts], asked))
 
     def result(self) -> Partial:
         """Wait for what ``start`` began; an error of a worker is raised here."""

@@ -58,7 +58,7 @@ def _latest(pool, k, future, chosen):
     add_lowest(pool, k, chosen)
 
 
-@njit(STEP_SIGNATURE, cache=True, nogil=True)
+@njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     words = resident.size
     pool, chosen = np.empty(words, np.uint64), np.empty(words, np.uint64)
@@ -81,8 +81,9 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
 class Belady:
     """Clairvoyant replacement, set-wise: the bound for what any cache can do when the window does not bind.
 
-    Then every step hits min(slots, active) neurons, and no policy with as many hits fetches fewer. Runs only where
-    the future is known: in the simulator and in a replay.
+    Then every step hits min(slots, active) neurons, and where every active set fits the slots no policy with as many
+    hits fetches fewer. A window that binds is another matter, as nothing is fetched before the token that uses it.
+    Runs only where the future is known: in the simulator and in a replay.
     """
 
     name: ClassVar[str] = "belady"

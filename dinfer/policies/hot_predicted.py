@@ -10,63 +10,88 @@ from dinfer.errors import InputError
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 from dinfer.policies.protocol import STEP_SIGNATURE
-from dinfer.policies.words import add_constant, choose, count, count_above, halve, increment, planes_of, write_ids
+from dinfer.policies.words import add_constant, choose, count, halve, increment, plain, planes_of, popcount, write_ids
 
 COUNT_BITS = 6
+MOST = 2**COUNT_BITS - 1
 """Frequency counters saturate at 63."""
 
 VALUE_BITS = 8
-"""Importance as an integer: counter (at most 63) plus 63 / lambda (at most 126) when predicted."""
+"""Importance as an integer: counter (at most 63) plus 63 / lambda (at most 126) when predicted. What is resident has
+the margin on top, saturating: the largest value never leaves, as nothing outside reaches it."""
 
 HALVE_EVERY = 32
 """Tokens between halvings: a neuron active with probability p holds a count between 32 p and 64 p."""
 
 
-@njit
-def _gainful(values, outside, inside, margin):
-    # the largest n whose n-th best outside still exceeds the n-th worst inside by more than the margin:
-    # for a cut c, min(#outside above c + margin, #inside up to c) swaps gain; the two cross once, so bisect
-    total = count(inside)
-    low, high, best = 0, (1 << VALUE_BITS) - 1, 0
-    while low <= high:
-        cut = (low + high) // 2
-        enter = count_above(values, VALUE_BITS, cut + margin, outside)
-        leave = total - count_above(values, VALUE_BITS, cut, inside)
-        best = max(best, min(enter, leave))
-        if enter > leave:
-            low = cut + 1
+@plain
+def _reach(outside, inside, plane):
+    # how many of each set stand above and below a cut between this bit's 1 and its 0
+    enter, leave = np.uint64(0), np.uint64(0)
+    for i in range(plane.size):
+        enter += popcount(outside[i] & plane[i])
+        leave += popcount(inside[i] & ~plane[i])
+    return np.int64(enter), np.int64(leave)
+
+
+@plain
+def _narrow(outside, inside, plane, flip, lower):
+    # keep those that have the cut's bit, and reach for the lower one
+    enter, leave = np.uint64(0), np.uint64(0)
+    for i in range(plane.size):
+        outside[i] &= plane[i] ^ flip
+        inside[i] &= plane[i] ^ flip
+        enter += popcount(outside[i] & lower[i])
+        leave += popcount(inside[i] & ~lower[i])
+    return np.int64(enter), np.int64(leave)
+
+
+@plain
+def _gainful(values, bits, outside, inside):
+    # the largest n whose n-th best outside still exceeds the n-th worst inside: for a cut c, min(#outside above c,
+    # #inside up to c) swaps gain; the two cross once, so find c bit by bit. Uses both sets up.
+    above, below, best = np.int64(0), np.int64(0), np.int64(0)
+    enter, leave = _reach(outside, inside, values[bits - 1])
+    for b in range(bits - 1, -1, -1):
+        best = max(best, min(above + enter, below + leave))
+        if above + enter > below + leave:  # the cut is higher: its bit is 1
+            below += leave
+            enter, leave = _narrow(outside, inside, values[b], np.uint64(0), values[max(b - 1, 0)])
         else:
-            high = cut - 1
+            above += enter
+            enter, leave = _narrow(outside, inside, values[b], ~np.uint64(0), values[max(b - 1, 0)])
     return best
 
 
-@njit(STEP_SIGNATURE, cache=True, nogil=True)
+@njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     bonus, margin, pinned_share = np.int64(parameters[0]), np.int64(parameters[1]), parameters[2]
     words = resident.size
-    values = np.empty((VALUE_BITS, words), np.uint64)
-    outside, inside = np.empty(words, np.uint64), np.empty(words, np.uint64)
-    pool, chosen = np.empty(words, np.uint64), np.empty(words, np.uint64)
+    scratch = np.empty((4 + VALUE_BITS, words), np.uint64)
+    stay, chosen, inside, outside, values = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4:]
+    bits = VALUE_BITS
+    if MOST + bonus < 2 ** (VALUE_BITS - 1) - 1:  # as with the default lambda
+        bits -= 1
     # macro level: the most frequent residents stay
-    for i in range(words):
-        pool[i] = resident[i]
-    pinned = np.int64(pinned_share * count(resident))
-    choose(state, COUNT_BITS, pinned, True, pool, chosen)
-    for i in range(words):
-        inside[i] = resident[i] & ~chosen[i]
-        outside[i] = ~resident[i]
+    inside[:] = resident
+    choose(state, COUNT_BITS, np.int64(pinned_share * count(resident)), True, inside, stay)
     # micro level: swap while the importance that enters exceeds what leaves by more than the margin
-    for b in range(VALUE_BITS):
+    for b in range(bits):
         for i in range(words):
             values[b, i] = state[b, i] if b < COUNT_BITS else np.uint64(0)
-    add_constant(values, VALUE_BITS, bonus, predicted)
-    n = min(window, _gainful(values, outside, inside, margin))
+    add_constant(values, bits, bonus, predicted, chosen)
+    add_constant(values, bits, margin, resident, chosen)
+    for i in range(words):
+        inside[i] = resident[i] & ~stay[i]
+        outside[i] = ~resident[i]
+    n = min(window, _gainful(values, bits, outside, inside))
     if n > 0:
         for i in range(words):
-            pool[i] = outside[i]
-        choose(values, VALUE_BITS, n, True, pool, chosen)
+            inside[i] = resident[i] & ~stay[i]
+            outside[i] = ~resident[i]
+        choose(values, bits, n, True, outside, chosen)
         write_ids(chosen, fetch)
-        choose(values, VALUE_BITS, n, False, inside, chosen)
+        choose(values, bits, n, False, inside, chosen)
         write_ids(chosen, evict)
     # history: count what was predicted, halve now and then
     increment(state, COUNT_BITS, predicted)
@@ -108,5 +133,5 @@ class HotPredicted:
 
     def parameters(self) -> np.ndarray:
         """lambda as the integer worth of being predicted, the margin on the same scale, the pinned share."""
-        scale = (2**COUNT_BITS - 1) / self.lam
+        scale = MOST / self.lam
         return np.array([np.rint(scale), np.rint(self.margin * scale), self.pinned])

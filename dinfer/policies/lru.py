@@ -15,7 +15,7 @@ AGE_BITS = 8
 """Ages saturate at 255 tokens."""
 
 
-@njit(STEP_SIGNATURE, cache=True, nogil=True)
+@njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, ages, resident, predicted, future, window, fetch, evict):
     words = resident.size
     pool, chosen = np.empty(words, np.uint64), np.empty(words, np.uint64)

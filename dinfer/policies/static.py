@@ -11,7 +11,7 @@ from dinfer.placement import Placement
 from dinfer.policies.protocol import STEP_SIGNATURE
 
 
-@njit(STEP_SIGNATURE, cache=True, nogil=True)
+@njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     return 0
 

@@ -3,6 +3,7 @@
 from numba import njit, types
 
 from dinfer.machine import LayerCosts
+from dinfer.policies.words import count, count_split
 
 COSTS = types.NamedUniTuple(types.float64, len(LayerCosts._fields), LayerCosts)
 
@@ -19,7 +20,7 @@ def cpu_seconds(costs, examined, active):
     return costs.cpu_fixed_seconds + examined * costs.cpu_gate_seconds + active * costs.cpu_neuron_seconds
 
 
-@njit(types.int64(COSTS, types.int64, types.int64, types.int64, types.int64, types.int64), cache=True, nogil=True)
+@njit(types.int64(COSTS, types.int64, types.int64, types.int64, types.int64, types.int64), cache=True)
 def window_neurons(costs, lookahead, slots, neurons, hits, misses):
     """Neurons that a prefetch should move at most, by the believed ``costs``.
 
@@ -34,3 +35,12 @@ def window_neurons(costs, lookahead, slots, neurons, hits, misses):
     balance = cpu - gpu + left - costs.prefetch_fixed_seconds
     gained = costs.prefetch_neuron_seconds + costs.cpu_neuron_seconds + costs.gpu_neuron_seconds
     return types.int64(min(max(hidden, balance / max(gained, 1e-15), 0.0), float(neurons)))
+
+
+@njit(
+    types.int64(COSTS, types.int64, types.uint64[::1], types.uint64[::1], types.int64), cache=True
+)
+def sized_window(costs, lookahead, resident, predicted, neurons):
+    """``window_neurons`` of one layer's sets ``resident`` and ``predicted`` [words]."""
+    hits, misses = count_split(predicted, resident)
+    return window_neurons(costs, lookahead, count(resident), neurons, hits, misses)

@@ -11,8 +11,8 @@ from numba import njit, types
 
 from dinfer.policies.protocol import STEP
 from dinfer.policies.window import COSTS, cpu_seconds, gpu_seconds, window_neurons
-from dinfer.policies.words import count, count_both, swap
-from dinfer.sim.engine import CPU, D2H, GPU, H2D, LOAD, NONE, OPS, SCHEDULER, issue, issue_bytes, run
+from dinfer.policies.words import count_members, count_split, popcount, swap
+from dinfer.sim.engine import CPU, D2H, GPU, H2D, LOAD, NONE, OPS, SCHEDULER, issue, issue_bytes, plain, run
 from dinfer.timeline import STEPS
 
 ATTENTION, PREDICT, SCHEDULE, PREFETCH, WAIT, FFN_GPU, FFN_CPU, MERGE, HEAD = range(9)
@@ -34,15 +34,14 @@ class Rules(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a replay changes: residency uint64 [layer, words], policy state [layer, rows, words], scratch ids."""
+    """What a replay changes: residency uint64 [layer, words], policy state [layer, rows, words], barriers."""
 
     resident: np.ndarray
     slots: np.ndarray
     state: np.ndarray
     parameters: np.ndarray
-    fetch: np.ndarray
-    evict: np.ndarray
     ready: np.ndarray
+    nothing: np.ndarray
 
 
 class Log(NamedTuple):
@@ -62,22 +61,22 @@ class Log(NamedTuple):
 _U1, _U2, _U3 = types.uint64[::1], types.uint64[:, ::1], types.uint64[:, :, ::1]
 _I4, _F8 = types.int32[::1], types.float64[::1]
 RULES = types.NamedUniTuple(types.int64, len(Rules._fields), Rules)
-MEMORY = types.NamedTuple((_U2, types.int64[::1], _U3, _F8, _I4, _I4, _I4), Memory)
+MEMORY = types.NamedTuple((_U2, types.int64[::1], _U3, _F8, _I4, _U2), Memory)
 LOG = types.NamedTuple(
     (_F8, types.int32[:, :, ::1], _I4, _I4, _F8, types.int64[::1], types.int32[:, ::1], types.float64[:, ::1], _F8),
     Log,
 )
 
 
-@njit
+@plain
 def attention(ops, costs, layer, position, before):
     """The GPU's attention; a longer context reads more KV."""
     seconds = costs.attention_seconds + position * costs.attention_token_seconds
     return issue(ops, GPU, ATTENTION, layer, seconds, before, NONE)
 
 
-@njit
-def schedule(ops, costs, step, rules, believed, memory, layer, predicted, future, after):
+@plain
+def schedule(ops, costs, step, rules, believed, memory, log, layer, predicted, future, after):
     """Step the policy for ``layer`` and swap; returns the op and the number of neurons to move."""
     predict = NONE
     if costs.predict_seconds > 0.0:
@@ -86,15 +85,15 @@ def schedule(ops, costs, step, rules, believed, memory, layer, predicted, future
     resident, slots = memory.resident[layer], memory.slots[layer]
     window = rules.window
     if window < 0:
-        hits = count_both(predicted, resident)
-        misses = count(predicted) - hits
+        hits, misses = count_split(predicted, resident)
         window = window_neurons(believed, rules.lookahead, slots, rules.neurons, hits, misses)
-    n = step(memory.parameters, memory.state[layer], resident, predicted, future, window, memory.fetch, memory.evict)
-    swap(resident, memory.fetch, memory.evict, n)
+    fetch, evict = log.fetch[log.used[0] :], log.evict[log.used[0] :]
+    n = step(memory.parameters, memory.state[layer], resident, predicted, future, window, fetch, evict)
+    swap(resident, fetch, evict, n)
     return op, n
 
 
-@njit
+@plain
 def prefetch(ops, costs, layer, n, after):
     """The host-to-device copy of ``n`` neurons; the op that its barrier waits for."""
     if n == 0:
@@ -105,31 +104,38 @@ def prefetch(ops, costs, layer, n, after):
     )
 
 
-@njit
-def ffn(ops, costs, rules, memory, layer, active, after_attention):
+@plain
+def ffn(ops, costs, rules, memory, layer, computed, after):
     """Both sides' parts and the merge; the GPU waits for its neurons, then for the CPU's partial sum."""
     resident, slots = memory.resident[layer], memory.slots[layer]
-    on_gpu = count_both(active, resident)
-    on_cpu = count(active) - on_gpu
+    on_gpu, on_cpu = count_split(computed, resident)
     cold = rules.neurons - slots
     examined_gpu, examined_cpu = (slots, cold) if rules.exact else (0, 0)
     if examined_cpu + on_cpu == 0:
-        seconds = gpu_seconds(costs, examined_gpu, on_gpu)
-        last = issue(ops, GPU, FFN_GPU, layer, seconds, after_attention, memory.ready[layer])
-        ops.neurons[last] = on_gpu
-        return last, on_gpu, on_cpu
-    down = issue(ops, D2H, FFN_CPU, layer, costs.state_down_seconds, after_attention, memory.ready[layer])
+        return ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, after, memory.ready[layer]), on_gpu, on_cpu
+    down = issue(ops, D2H, FFN_CPU, layer, costs.state_down_seconds, after, memory.ready[layer])
     seconds = cpu_seconds(costs, examined_cpu, on_cpu) - costs.cpu_fixed_seconds
     touched = examined_cpu * costs.gate_bytes + on_cpu * (costs.neuron_bytes - costs.gate_bytes)
     cpu = issue_bytes(ops, CPU, FFN_CPU, layer, on_cpu, costs.cpu_fixed_seconds, touched, seconds, down, NONE)
     if examined_gpu + on_gpu > 0:
-        seconds = gpu_seconds(costs, examined_gpu, on_gpu)
-        gpu = issue(ops, GPU, FFN_GPU, layer, seconds, after_attention, memory.ready[layer])
-        ops.neurons[gpu] = on_gpu
+        ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, after, memory.ready[layer])
     return merge(ops, costs, rules, layer, cpu), on_gpu, on_cpu
 
 
-@njit
+@plain
+def ffn_gpu(ops, costs, layer, examined, active, first, second):
+    """The GPU's part; only an emulated GPU reads its neurons through the host's DRAM."""
+    seconds = gpu_seconds(costs, examined, active)
+    if costs.gpu_dram_bytes > 0.0:
+        touched = max(examined, active) * costs.gpu_dram_bytes
+        fixed = costs.gpu_fixed_seconds
+        return issue_bytes(ops, GPU, FFN_GPU, layer, active, fixed, touched, seconds - fixed, first, second)
+    op = issue(ops, GPU, FFN_GPU, layer, seconds, first, second)
+    ops.neurons[op] = active
+    return op
+
+
+@plain
 def merge(ops, costs, rules, layer, cpu):
     """Bring the CPU's partial sum over and add it; a copy queues behind the prefetches, a kernel's read does not."""
     if rules.merge_in_queue:
@@ -138,13 +144,13 @@ def merge(ops, costs, rules, layer, cpu):
     return issue(ops, GPU, MERGE, layer, costs.state_up_seconds + costs.merge_seconds, cpu, NONE)
 
 
-@njit
+@plain
 def head(ops, costs):
     """Final norm, output projection and sampling."""
     return issue(ops, GPU, HEAD, NONE, costs.head_seconds, NONE, NONE)
 
 
-@njit
+@plain
 def decode_token(ops, costs, step, rules, believed, memory, log, token, position, predicted, actives, active):
     """All ops of one token: for each layer attention, schedule and prefetch ahead, FFN; then the head."""
     layers = active.shape[0]
@@ -156,59 +162,66 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
             first, last = targets(layer, rules.lookahead, layers)
             for target in range(first, last):
                 future = actives[token + 1 :, target] if rules.clairvoyant else actives[:0, target]
-                op, n = schedule(
-                    ops, costs, step, rules, believed, memory, target, predicted[target], future, here
+                here, n = schedule(
+                    ops, costs, step, rules, believed, memory, log, target, predicted[target], future, here
                 )  # fmt: skip
-                memory.ready[target] = prefetch(ops, costs, target, n, op)
-                log_moves(log, memory, token, target, n, active[target])
+                memory.ready[target] = prefetch(ops, costs, target, n, here)
+                log_moves(log, token, target, n, active[target])
         else:
             memory.ready[layer] = NONE
-        before, on_gpu, on_cpu = ffn(ops, costs, rules, memory, layer, active[layer], here)
+        computed = active[layer] if rules.exact else predicted[layer]
+        before, on_gpu, on_cpu = ffn(ops, costs, rules, memory, layer, computed, here)
+        if not rules.exact:  # of what was computed
+            on_gpu, on_cpu = count_active(active[layer], computed, memory.resident[layer])
         log.work[token, layer, 0], log.work[token, layer, 1] = on_gpu, on_cpu
     head(ops, costs)
 
 
-@njit
+@plain
 def targets(layer, lookahead, layers):
     """Layers to schedule after attention of ``layer``: the one ahead; at the first layer all up to it."""
     first = 0 if layer == 0 else layer + lookahead
     return first, min(layer + lookahead + 1, layers)
 
 
-@njit
-def log_moves(log, memory, token, layer, n, active):
+@plain
+def count_active(active, computed, resident):
+    """How many of the ``computed`` neurons turn out active, resident and not."""
+    on_gpu, on_cpu = np.uint64(0), np.uint64(0)
+    for i in range(active.size):
+        on_gpu += popcount(active[i] & computed[i] & resident[i])
+        on_cpu += popcount(active[i] & computed[i] & ~resident[i])
+    return np.int64(on_gpu), np.int64(on_cpu)
+
+
+@plain
+def log_moves(log, token, layer, n, active):
     """Keep the ids of a decision; what was fetched in vain is counted apart."""
     used = log.used[0]
-    wasted = np.int64(0)
-    for j in range(n):
-        log.fetch[used + j], log.evict[used + j] = memory.fetch[j], memory.evict[j]
-        bit = active[memory.fetch[j] >> 6] >> np.uint64(memory.fetch[j] & 63)
-        wasted += 1 - np.int64(bit & np.uint64(1))
     log.used[0] = used + n
-    log.work[token, layer, 2], log.work[token, layer, 3] = n, wasted
+    log.work[token, layer, 2] = n
+    log.work[token, layer, 3] = n - count_members(active, log.fetch[used : used + n])
 
 
-@njit
+@plain
 def log_spans(ops, log, token, start):
     """Sum the steps and, where there is room, keep the spans; a GPU that stands idle waits."""
-    free = start
+    free, keep = start, log.span_bytes.size > 0
     for i in range(ops.used[0]):
+        since, until = ops.start[i], ops.end[i]
+        log.step_seconds[ops.step[i]] += until - since
         if ops.stream[i] == GPU:
-            if ops.start[i] > free:
-                _span(log, token, ops.layer[i], WAIT, GPU, 0, free, ops.start[i], 0.0)
-            free = ops.end[i]
-        _span(
-            log, token, ops.layer[i], ops.step[i], ops.stream[i], ops.neurons[i], ops.start[i], ops.end[i],
-            ops.bytes[i],
-        )  # fmt: skip
+            log.step_seconds[WAIT] += since - free
+            if keep and since > free:
+                _span(log, token, ops.layer[i], WAIT, GPU, 0, free, since, 0.0)
+            free = until
+        if keep:
+            _span(log, token, ops.layer[i], ops.step[i], ops.stream[i], ops.neurons[i], since, until, ops.bytes[i])
 
 
-@njit
+@plain
 def _span(log, token, layer, step, stream, neurons, start, end, count_bytes):
-    log.step_seconds[step] += end - start
     i = log.used[1]
-    if i == log.span_bytes.size:
-        return
     log.used[1] = i + 1
     codes = log.span_codes[i]
     codes[0], codes[1], codes[2], codes[3], codes[4] = token, layer, step, stream, neurons
@@ -222,6 +235,7 @@ def _span(log, token, layer, step, stream, neurons, start, end, count_bytes):
     ),
     cache=True,
     nogil=True,
+    _nrt=False,
 )  # fmt: skip
 def replay(step, ops, costs, believed, rules, memory, log, load, actives, predictions, first, positions, start, reset):
     """Decode every token of a trace; returns the tokens done, fewer than all when the decision log is full.
@@ -230,13 +244,12 @@ def replay(step, ops, costs, believed, rules, memory, log, load, actives, predic
     lagging prediction is empty; ``start[0]`` is the first token's start in seconds.
     """
     now = start[0]
-    nothing = np.zeros((actives.shape[1], actives.shape[2]), np.uint64)
-    room = log.fetch.size - memory.fetch.size * actives.shape[1]
+    room = log.fetch.size - 64 * actives.shape[1] * actives.shape[2]
     for token in range(reset[0], actives.shape[0]):
         if log.used[0] > room:
             start[0] = now
             return token
-        predicted = nothing if rules.lag > 0 and first[token] else predictions[token - rules.lag]
+        predicted = memory.nothing if rules.lag > 0 and first[token] else predictions[token - rules.lag]
         decode_token(
             ops, costs, step, rules, believed, memory, log, token, positions[token], predicted, actives,
             actives[token],

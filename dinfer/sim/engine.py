@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, types
 
+from dinfer.policies.words import plain
 from dinfer.timeline import STREAMS
 
 GPU, CPU, H2D, D2H, SCHEDULER = range(5)
@@ -70,7 +71,7 @@ OPS = types.NamedTuple((_I8, types.int8[::1], types.int8[::1], _I4, _I4, _F8, _F
 LOAD = types.NamedTuple((_F8, types.float64[:, ::1]), Load)
 
 
-@njit
+@plain
 def issue(ops, stream, step, layer, seconds, first, second):
     """Append an op that moves nothing through DRAM; returns its index."""
     i = ops.used[0]
@@ -81,7 +82,7 @@ def issue(ops, stream, step, layer, seconds, first, second):
     return i
 
 
-@njit
+@plain
 def issue_bytes(ops, stream, step, layer, neurons, seconds, count_bytes, bytes_seconds, first, second):
     """Append an op that moves ``count_bytes`` in ``bytes_seconds`` when it has the DRAM to itself."""
     i = issue(ops, stream, step, layer, seconds, first, second)
@@ -165,7 +166,9 @@ def run(ops, now, dram, load):
     Returns NaN when some op can never end: the ops wait for each other in a cycle, or a speed stays 0.
     """
     n = ops.used[0]
-    stream, first, second, start, end = ops.stream, ops.first, ops.second, ops.start, ops.end
+    stream, seconds, first, second = ops.stream, ops.seconds, ops.first, ops.second
+    start, end = ops.start, ops.end
+    steady = load.seconds.size == 0
     follower = np.empty(n, np.int32)  # the next op of the same stream
     head, tail = np.full(5, NONE, np.int32), np.full(5, NONE, np.int32)
     for i in range(n):
@@ -184,10 +187,11 @@ def run(ops, now, dram, load):
     while change < load.seconds.size and load.seconds[change] <= now:
         change += 1
     clock, clock_change = now, change
-    latest, done = now, 0
+    latest, done, flows, last = now, 0, 0, NONE
     while done < n:
         moved = False
-        for s in range(5):
+        for turn in range(5):
+            s = (5 - turn) % 5  # in the order of a layer: gpu, scheduler, d2h, h2d, cpu
             while head[s] != NONE and not flowing[s]:
                 i = head[s]
                 begins = free[s]
@@ -199,22 +203,28 @@ def run(ops, now, dram, load):
                     break
                 moved = True
                 start[i] = begins
-                ends = _done(begins, ops.seconds[i], s, load, change)
+                ends = begins + seconds[i] if steady else _done(begins, seconds[i], s, load, change)
                 if ends == np.inf:
                     return np.nan
                 if ops.bytes[i] > 0.0:
                     flowing[s], begin[s], left[s], rate[s] = True, ends, ops.bytes[i], ops.rate[i]
+                    last, flows = s, flows + 1
                 else:
                     end[i] = free[s] = ends
                     latest = max(latest, ends)
                     head[s] = follower[i]
                     done += 1
         if not moved:
-            s, clock, clock_change = _move(
-                clock, clock_change, flowing, begin, left, rate, dram, load, wanted, rates
-            )  # fmt: skip
+            s = last
+            if flows == 1 and steady and flowing[last]:  # alone, so not shared
+                clock = max(clock, begin[s]) + left[s] / min(rate[s], dram)
+            else:
+                s, clock, clock_change = _move(
+                    clock, clock_change, flowing, begin, left, rate, dram, load, wanted, rates
+                )  # fmt: skip
             if s == NONE:
                 return np.nan
+            flows -= 1
             end[head[s]] = free[s] = clock
             latest = max(latest, clock)
             head[s] = follower[head[s]]

@@ -47,7 +47,7 @@ def _replay(plan: Plan, trace: Trace, costs: LayerCosts, load: Load, spans: bool
         window=-1 if plan.window is None else plan.window,
         lag=1 if plan.prediction == "previous" else 0,
         exact=plan.activation == "exact",
-        moves=policy.moves,
+        moves=policy.moves or plan.activation == "predicted",
         clairvoyant=policy.clairvoyant,
         merge_in_queue=plan.issue != "gather",
     )
@@ -56,9 +56,8 @@ def _replay(plan: Plan, trace: Trace, costs: LayerCosts, load: Load, spans: bool
         slots=plan.placement.slots,
         state=policy.init(spec, plan.placement, plan.frequency),
         parameters=policy.parameters(),
-        fetch=np.empty(64 * spec.words, np.int32),
-        evict=np.empty(64 * spec.words, np.int32),
         ready=np.full(spec.layers, -1, np.int32),
+        nothing=np.zeros((spec.layers, spec.words), np.uint64),
     )
     log = _empty_log(plan, trace, spans)
     active = np.ascontiguousarray(trace.active)
