@@ -202,6 +202,6 @@ def _panel(axes: "Axes", frame: pd.DataFrame, label: str, columns: dict[str, str
     axes.set_ylim(min(0.0, lowest) if lowest == lowest else 0.0, 1.0)
     axes.grid(alpha=0.3)
     if axes.lines:
-        axes.legend(frameon=False)
+        axes.legend(framealpha=0.85, edgecolor="none")  # stays legible where it covers a line
     else:
         axes.text(0.5, 0.5, "not recorded", ha="center", transform=axes.transAxes)
