@@ -85,7 +85,8 @@ def _solver() -> Iterator[Row]:
 
 
 def _models() -> Iterator[Row]:
-    from dinfer.record.fetch import PACKAGED, cache_directory
+    from dinfer.compiled import cache_directory
+    from dinfer.record.fetch import PACKAGED
 
     home = cache_directory() / "models"
     here = sorted(path.name for path in home.iterdir() if (path / "config.json").is_file()) if home.is_dir() else []

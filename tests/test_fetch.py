@@ -17,10 +17,11 @@ import torch
 from gguf.quants import dequantize, quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dinfer.compiled import cache_directory
 from dinfer.errors import InputError
 from dinfer.families import open_checkpoint
 from dinfer.record import fetch as fetch_module
-from dinfer.record.fetch import PACKAGED, Packaged, cache_directory, fetch, resolve_model
+from dinfer.record.fetch import PACKAGED, Packaged, fetch, resolve_model
 
 HIDDEN, NEURONS, WORDS = 64, 96, ["<end>", "<start>", *"abcdefghijkl", "ab"]
 TEMPLATE = "{% for m in messages %}<start>{{ m['content'] }}<end>{% endfor %}"

