@@ -284,7 +284,9 @@ def plan(
     ] = None,
     activation: Annotated[str, typer.Option(help="exact or predicted")] = "exact",
     prediction: Annotated[str, typer.Option(help="previous or oracle")] = "previous",
-    issue: Annotated[str, typer.Option(help="how a prefetch moves: gather, block or copy")] = "gather",
+    issue: Annotated[
+        str | None, typer.Option(help="how a prefetch moves: copy, block or gather; the default is what runs here")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="of the weights; default: the trace's", show_default=False)] = None,
     sequences: Sequences = None,
     force: Force = False,

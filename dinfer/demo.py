@@ -166,11 +166,10 @@ def _profile(model: Path, trace: Trace, directory: Path, device: str) -> Machine
 def _plan(seen: Trace, machine: Machine, cache: str, share: float, directory: Path) -> Plan:
     spec = seen.spec.with_dtype(_dtype("cpu" if machine.emulated else "cuda"))
     context = 512
-    issue = "gather" if machine.emulated else "block"
     path = directory / f"plan-{cache}.json"
     with _step(f"plan for {share:.0%} of the neurons, cache {cache}", path):
         budget = budget_for_share(spec, machine, share, context)
-        plan = make_plan(seen, machine, budget, context=context, cache=cache, issue=issue, spec=spec)
+        plan = make_plan(seen, machine, budget, context=context, cache=cache, spec=spec)
         plan.save(path)
         plot_memory(plan.memory).savefig(directory / f"figures/memory-{cache}.png", dpi=150)
     for line in plan_lines(plan):

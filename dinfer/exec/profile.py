@@ -98,6 +98,7 @@ def _calibration_plans(spec: ModelSpec, machine: Machine, thresholds: tuple[floa
             placement=Placement.hottest(frequency, slots),
             frequency=frequency,
             vram_bytes=machine.gpu.memory_bytes,
+            issue="gather" if machine.emulated else "block",
             **{**default, **changes},
         ), prompt_tokens
 
