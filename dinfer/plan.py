@@ -21,6 +21,7 @@ from dinfer.units import exact_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from dinfer.policies import Cache
+    from dinfer.policies.protocol import Beliefs
 
 FORMAT = "dinfer-plan"
 VERSION = 1
@@ -89,6 +90,14 @@ class Plan:
     def costs(self) -> LayerCosts:
         """The believed costs: of this model on this plan's machine."""
         return layer_costs(self.spec, self.machine, self.activation, self.issue)
+
+    @property
+    def beliefs(self) -> "Beliefs":
+        """What the cache policy is told beforehand."""
+        from dinfer.policies.protocol import Beliefs
+
+        lag, queues = int(self.prediction == "previous"), self.issue != "gather"
+        return Beliefs(self.spec.neurons, self.lookahead, lag, queues, self.costs)
 
     @property
     def value_thresholds(self) -> np.ndarray:

@@ -54,7 +54,7 @@ def fair(wanted: dict[int, float], dram: float) -> dict[int, float]:
 
 
 class Shop:
-    """Five workers who share a DRAM: SimPy processes, woken whenever a job starts or ends or a speed changes."""
+    """Five workers who share a DRAM: SimPy processes, woken whenever a job or a speed changes."""
 
     def __init__(self, ops: list[Op], dram: float, load: Load, now: float = 0.0) -> None:
         self.env = simpy.Environment(now)
@@ -100,7 +100,9 @@ class Shop:
     def floor(self):
         while True:
             rates = {s: self.speed[s] for s, job in self.jobs.items() if not job[1]}
-            flows = {s: self.speed[s] * self.ops[job[0]].rate for s, job in self.jobs.items() if job[1]}
+            flows = {
+                s: self.speed[s] * self.ops[job[0]].rate for s, job in self.jobs.items() if job[1]
+            }
             rates |= fair(flows, self.dram)
             due = {s: job[2] / rates[s] for s, job in self.jobs.items() if rates[s] > 0}
             before, self.stir = self.env.now, self.env.event()
@@ -122,13 +124,19 @@ rates = st.one_of(st.integers(1, 8).map(float), st.floats(0.05, 20))
 
 @st.composite
 def graphs(draw) -> list[Op]:
-    """Ops that wait for any of the ops before them, then issued in another order, each stream's own order kept."""
+    """Ops that wait for ops before them, then issued in another order, each stream's own order kept."""
     n = draw(st.integers(1, 24))
     made = []
     for i in range(n):
         waits = draw(st.lists(st.integers(0, i - 1), max_size=2)) if i else []
         made.append(
-            Op(draw(st.integers(0, 4)), draw(amounts), draw(amounts), draw(rates), *(waits + 2 * [NONE])[:2])
+            Op(
+                draw(st.integers(0, 4)),
+                draw(amounts),
+                draw(amounts),
+                draw(rates),
+                *(waits + 2 * [NONE])[:2],
+            )
         )
     queues = {s: [i for i in range(n) if made[i].stream == s] for s in range(5)}
     order = [queues[s].pop(0) for s in draw(st.permutations([op.stream for op in made]))]
@@ -139,7 +147,9 @@ def graphs(draw) -> list[Op]:
 @st.composite
 def loads(draw) -> Load:
     """Changes of speed, some of them a standstill, the last of them none."""
-    times = sorted(draw(st.lists(st.one_of(st.integers(0, 20).map(float), st.floats(0, 40)), max_size=5)))
+    times = sorted(
+        draw(st.lists(st.one_of(st.integers(0, 20).map(float), st.floats(0, 40)), max_size=5))
+    )
     speeds = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5]), min_size=5, max_size=5)
     rows = [draw(speeds) for _ in times[1:]] + [[0.5, 1.0, 2.0, 1.0, 0.25]] * bool(times)
     return Load(np.array(times), np.array(rows).reshape(-1, 5))
@@ -176,7 +186,9 @@ def test_order_is_kept_and_bytes_are_conserved(ops, dram):
     for i, op in enumerate(ops):
         before = [j for j in range(i) if ops[j].stream == op.stream][-1:]
         waits = [j for j in (op.first, op.second, *before) if j != NONE]
-        assert start[i] == max([end[j] for j in waits], default=0.0)  # nothing earlier, nothing idle
+        assert start[i] == max(
+            [end[j] for j in waits], default=0.0
+        )  # nothing earlier, nothing idle
         assert end[i] >= start[i] + op.seconds
     # the rates between all begins and ends, from the engine's times alone
     flows = [i for i, op in enumerate(ops) if op.bytes]
@@ -200,14 +212,22 @@ def test_nothing_takes_no_time():
 
 
 def test_a_stream_is_in_order_and_an_op_waits_for_two():
-    ops = [Op(GPU, 3), Op(CPU, 1), Op(H2D, 2, first=1), Op(GPU, 1, first=2), Op(CPU, 1, first=0, second=2)]
+    ops = [
+        Op(GPU, 3),
+        Op(CPU, 1),
+        Op(H2D, 2, first=1),
+        Op(GPU, 1, first=2),
+        Op(CPU, 1, first=0, second=2),
+    ]
     start, end, last = timed(ops, now=10.0)
     assert start.tolist() == [10, 10, 11, 13, 13]
     assert end.tolist() == [13, 11, 13, 14, 14]
     assert last == 14
 
 
-@pytest.mark.parametrize(("dram", "seconds"), [(np.inf, 2 + 6 / 3), (3, 2 + 6 / 3), (1.5, 2 + 6 / 1.5)])
+@pytest.mark.parametrize(
+    ("dram", "seconds"), [(np.inf, 2 + 6 / 3), (3, 2 + 6 / 3), (1.5, 2 + 6 / 1.5)]
+)
 def test_one_flow_has_its_rate_or_the_dram(dram, seconds):
     assert timed([Op(CPU, 2, 6, 3)], dram)[2] == seconds
 
@@ -248,7 +268,9 @@ def test_a_change_of_speed_slows_both_parts():
 def test_a_stream_that_stands_still_goes_on_later():
     load = changes((1.0, {CPU: 0.0}), (5.0, {}))
     assert timed([Op(CPU, 2, 4, 2)], load=load)[2] == pytest.approx(8, **CLOSE)
-    assert timed([Op(CPU, 0, 4, 2), Op(H2D, 0, 9, 3)], 3.0, load)[2] == pytest.approx(5 + 2.5 / 2, **CLOSE)
+    assert timed([Op(CPU, 0, 4, 2), Op(H2D, 0, 9, 3)], 3.0, load)[2] == pytest.approx(
+        5 + 2.5 / 2, **CLOSE
+    )
 
 
 @pytest.mark.parametrize(

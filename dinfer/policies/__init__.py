@@ -9,19 +9,31 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+import dinfer.compiled  # noqa: F401 - sets numba's cache before anything is compiled
 from dinfer.errors import InputError
+from dinfer.policies.balanced import Balanced, Fixed
 from dinfer.policies.belady import Belady
 from dinfer.policies.hot_predicted import HotPredicted
+from dinfer.policies.lfu import Lfu
 from dinfer.policies.lru import Lru
 from dinfer.policies.protocol import Cache
+from dinfer.policies.random import Random
+from dinfer.policies.s3fifo import S3Fifo
 from dinfer.policies.static import Static
+from dinfer.policies.time_saved import TimeSaved
 
 CACHES: dict[str, type[Cache]] = {
     "belady": Belady,
     "hot_predicted": HotPredicted,
+    "lfu": Lfu,
     "lru": Lru,
+    "random": Random,
+    "s3fifo": S3Fifo,
     "static": Static,
+    "time_saved": TimeSaved,
 }
+
+THRESHOLDS: dict[str, type[Balanced] | type[Fixed]] = {"balanced": Balanced, "fixed": Fixed}
 
 
 def cache_to_dict(cache: Cache) -> dict[str, Any]:

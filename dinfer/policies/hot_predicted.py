@@ -9,8 +9,8 @@ from numba import njit
 from dinfer.errors import InputError
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
-from dinfer.policies.protocol import STEP_SIGNATURE
-from dinfer.policies.words import add_constant, choose, count, halve, increment, plain, planes_of, popcount, write_ids
+from dinfer.policies.protocol import FREE, STEP_SIGNATURE, Beliefs
+from dinfer.policies.words import add_constant, choose, count, count_gainful, halve, increment, planes_of, write_ids
 
 COUNT_BITS = 6
 MOST = 2**COUNT_BITS - 1
@@ -24,45 +24,6 @@ HALVE_EVERY = 32
 """Tokens between halvings: a neuron active with probability p holds a count between 32 p and 64 p."""
 
 
-@plain
-def _reach(outside, inside, plane):
-    # how many of each set stand above and below a cut between this bit's 1 and its 0
-    enter, leave = np.uint64(0), np.uint64(0)
-    for i in range(plane.size):
-        enter += popcount(outside[i] & plane[i])
-        leave += popcount(inside[i] & ~plane[i])
-    return np.int64(enter), np.int64(leave)
-
-
-@plain
-def _narrow(outside, inside, plane, flip, lower):
-    # keep those that have the cut's bit, and reach for the lower one
-    enter, leave = np.uint64(0), np.uint64(0)
-    for i in range(plane.size):
-        outside[i] &= plane[i] ^ flip
-        inside[i] &= plane[i] ^ flip
-        enter += popcount(outside[i] & lower[i])
-        leave += popcount(inside[i] & ~lower[i])
-    return np.int64(enter), np.int64(leave)
-
-
-@plain
-def _gainful(values, bits, outside, inside):
-    # the largest n whose n-th best outside still exceeds the n-th worst inside: for a cut c, min(#outside above c,
-    # #inside up to c) swaps gain; the two cross once, so find c bit by bit. Uses both sets up.
-    above, below, best = np.int64(0), np.int64(0), np.int64(0)
-    enter, leave = _reach(outside, inside, values[bits - 1])
-    for b in range(bits - 1, -1, -1):
-        best = max(best, min(above + enter, below + leave))
-        if above + enter > below + leave:  # the cut is higher: its bit is 1
-            below += leave
-            enter, leave = _narrow(outside, inside, values[b], np.uint64(0), values[max(b - 1, 0)])
-        else:
-            above += enter
-            enter, leave = _narrow(outside, inside, values[b], ~np.uint64(0), values[max(b - 1, 0)])
-    return best
-
-
 @njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     bonus, margin, pinned_share = np.int64(parameters[0]), np.int64(parameters[1]), parameters[2]
@@ -73,7 +34,8 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     if MOST + bonus < 2 ** (VALUE_BITS - 1) - 1:  # as with the default lambda
         bits -= 1
     # macro level: the most frequent residents stay
-    inside[:] = resident
+    for i in range(words):
+        inside[i] = resident[i]
     choose(state, COUNT_BITS, np.int64(pinned_share * count(resident)), True, inside, stay)
     # micro level: swap while the importance that enters exceeds what leaves by more than the margin
     for b in range(bits):
@@ -84,7 +46,7 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     for i in range(words):
         inside[i] = resident[i] & ~stay[i]
         outside[i] = ~resident[i]
-    n = min(window, _gainful(values, bits, outside, inside))
+    n = min(window, count_gainful(values, bits, outside, inside))
     if n > 0:
         for i in range(words):
             inside[i] = resident[i] & ~stay[i]
@@ -131,7 +93,7 @@ class HotPredicted:
         counters = planes_of(np.rint(frequency * 1.5 * HALVE_EVERY).astype(np.int64), COUNT_BITS)
         return np.concatenate([counters, np.zeros((spec.layers, 1, spec.words), np.uint64)], axis=1)
 
-    def parameters(self) -> np.ndarray:
+    def parameters(self, beliefs: Beliefs = FREE) -> np.ndarray:
         """lambda as the integer worth of being predicted, the margin on the same scale, the pinned share."""
         scale = MOST / self.lam
         return np.array([np.rint(scale), np.rint(self.margin * scale), self.pinned])

@@ -8,7 +8,7 @@ from numba import njit
 
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
-from dinfer.policies.protocol import STEP_SIGNATURE
+from dinfer.policies.protocol import FREE, STEP_SIGNATURE, Beliefs
 from dinfer.policies.words import choose, count, increment, planes_of, write_ids
 
 AGE_BITS = 8
@@ -59,6 +59,6 @@ class Lru:
         """Ages as bit planes; at the start the rarer a neuron was offline, the older it is."""
         return planes_of(np.rint((1 - frequency) * 255).astype(np.int64), AGE_BITS)
 
-    def parameters(self) -> np.ndarray:
+    def parameters(self, beliefs: Beliefs = FREE) -> np.ndarray:
         """None."""
         return np.zeros(1)

@@ -5,6 +5,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 from numba import types
 
+from dinfer.machine import LayerCosts
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 
@@ -23,13 +24,32 @@ STEP_SIGNATURE = types.int64(
 STEP = types.FunctionType(STEP_SIGNATURE)
 
 
+class Beliefs(NamedTuple):
+    """What a plan tells its policy beforehand: the layers' width, how predictions come, and the believed costs.
+
+    ``lookahead`` is in layers; ``lag`` is by how many tokens a prediction trails what it predicts; ``queues`` says
+    that the merge's copy waits behind prefetches.
+    """
+
+    neurons: int
+    lookahead: int
+    lag: int
+    queues: bool
+    costs: LayerCosts
+
+
+FREE = Beliefs(0, 1, 0, False, LayerCosts(*[0.0] * len(LayerCosts._fields))._replace(cpu_neuron_seconds=1.0))
+"""What is believed where no plan says otherwise: only a use on the CPU takes time, the link takes none."""
+
+
 class Cache(Protocol):
     """A cache policy: what to fetch and evict in one layer before its FFN.
 
     ``init(spec, placement, frequency)`` gives the state uint64 [layer, rows, words] from the offline frequency
-    [layer, neuron]; ``parameters()`` the float64 vector that the step reads. ``step`` is the compiled function of
-    STEP_SIGNATURE: it writes equal numbers of ids into ``fetch`` and ``evict``, at most ``window``, and returns the
-    number. ``moves`` is False for a policy that never fetches; ``clairvoyant`` is True for one that reads the future.
+    [layer, neuron]; ``parameters(beliefs)`` the float64 vector that the step reads. ``step`` is the compiled
+    function of STEP_SIGNATURE: it writes equal numbers of ids into ``fetch`` and ``evict``, at most ``window``, and
+    returns the number. ``moves`` is False for a policy that never fetches; ``clairvoyant`` is True for one that
+    reads the future.
     """
 
     name: ClassVar[str]
@@ -40,7 +60,7 @@ class Cache(Protocol):
     def init(self, spec: ModelSpec, placement: Placement, frequency: np.ndarray) -> np.ndarray:
         """The state at the start of a sequence."""
 
-    def parameters(self) -> np.ndarray:
+    def parameters(self, beliefs: Beliefs = FREE) -> np.ndarray:
         """What the step reads as ``parameters``."""
 
 

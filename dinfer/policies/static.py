@@ -8,7 +8,7 @@ from numba import njit
 
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
-from dinfer.policies.protocol import STEP_SIGNATURE
+from dinfer.policies.protocol import FREE, STEP_SIGNATURE, Beliefs
 
 
 @njit(STEP_SIGNATURE, cache=True)
@@ -29,6 +29,6 @@ class Static:
         """No state: one unused row a layer."""
         return np.zeros((spec.layers, 1, spec.words), np.uint64)
 
-    def parameters(self) -> np.ndarray:
+    def parameters(self, beliefs: Beliefs = FREE) -> np.ndarray:
         """None."""
         return np.zeros(1)

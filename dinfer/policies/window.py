@@ -25,16 +25,22 @@ def window_neurons(costs, lookahead, slots, neurons, hits, misses):
     """Neurons that a prefetch should move at most, by the believed ``costs``.
 
     ``slots`` of the layer's ``neurons`` are resident; of the predicted ones ``hits`` are resident and ``misses``
-    not. What fits into the time left (one layer's time when it looks ahead, none otherwise) is hidden; beyond it a
-    longer prefetch delays the GPU and shortens the CPU's part until the two balance. The larger of both; ours.
+    not. Looking ahead, a copy is hidden by a layer's time, while the link copies for every layer: a layer takes the
+    longer of n p and left + max(gpu, cpu - n c), so n is where the two meet. Without lookahead the GPU waits for the
+    copy, which shortens the CPU's part, until those two balance. Ours.
     """
     gpu = gpu_seconds(costs, slots, hits)
     cpu = cpu_seconds(costs, neurons - slots, misses)
-    left = costs.attention_seconds + max(gpu, cpu) if lookahead > 0 else 0.0
-    hidden = (left - costs.prefetch_fixed_seconds) / max(costs.prefetch_neuron_seconds, 1e-15)
-    balance = cpu - gpu + left - costs.prefetch_fixed_seconds
-    gained = costs.prefetch_neuron_seconds + costs.cpu_neuron_seconds + costs.gpu_neuron_seconds
-    return types.int64(min(max(hidden, balance / max(gained, 1e-15), 0.0), float(neurons)))
+    each = costs.prefetch_neuron_seconds
+    if lookahead > 0:
+        left = costs.attention_seconds + costs.state_down_seconds + costs.state_up_seconds + costs.merge_seconds
+        left += max(gpu, cpu)
+        each += costs.cpu_neuron_seconds if cpu > gpu else 0.0
+    else:
+        left = cpu - gpu
+        each += costs.cpu_neuron_seconds + costs.gpu_neuron_seconds
+    most = (left - costs.prefetch_fixed_seconds) / max(each, 1e-15)
+    return types.int64(min(max(most, 0.0), float(neurons)))
 
 
 @njit(

@@ -56,7 +56,7 @@ def count_split(members, other):
 @plain
 def write_ids(words, out):
     """Write the set's ids into ``out`` (room for 64 ids a word) in ascending order; returns how many."""
-    n = 0
+    n = np.int64(0)
     for i in range(words.size):
         word, end = words[i], n + np.int64(popcount(words[i]))
         # two ids at once, needed or not: what a word lacks is overwritten, which costs less than a wrong guess
@@ -140,19 +140,44 @@ def _take(pool, chosen, plane, flip, lower):
 
 
 @plain
-def count_above(planes, bits, threshold, members):
-    """How many ``members`` have a value (as in ``choose``) above ``threshold``."""
-    total = np.uint64(0)
-    for i in range(members.size):
-        above, equal = np.uint64(0), members[i]
-        for b in range(bits - 1, -1, -1):
-            if (threshold >> b) & 1:
-                equal &= planes[b, i]
-            else:
-                above |= equal & planes[b, i]
-                equal &= ~planes[b, i]
-        total += popcount(above)
-    return np.int64(total)
+def count_gainful(values, bits, outside, inside):
+    """The largest n whose n-th best of ``outside`` still exceeds the n-th worst of ``inside``; uses both sets up.
+
+    For a cut c, min(#outside above c, #inside up to c) swaps gain; the two cross once, so find c bit by bit.
+    """
+    above, below, best = np.int64(0), np.int64(0), np.int64(0)
+    enter, leave = _reach(outside, inside, values[bits - 1])
+    for b in range(bits - 1, -1, -1):
+        best = max(best, min(above + enter, below + leave))
+        if above + enter > below + leave:  # the cut is higher: its bit is 1
+            below += leave
+            enter, leave = _narrow(outside, inside, values[b], np.uint64(0), values[max(b - 1, 0)])
+        else:
+            above += enter
+            enter, leave = _narrow(outside, inside, values[b], ~np.uint64(0), values[max(b - 1, 0)])
+    return best
+
+
+@plain
+def _reach(outside, inside, plane):
+    # how many of each set stand above and below a cut between this bit's 1 and its 0
+    enter, leave = np.uint64(0), np.uint64(0)
+    for i in range(plane.size):
+        enter += popcount(outside[i] & plane[i])
+        leave += popcount(inside[i] & ~plane[i])
+    return np.int64(enter), np.int64(leave)
+
+
+@plain
+def _narrow(outside, inside, plane, flip, lower):
+    # keep those that have the cut's bit, and reach for the lower one
+    enter, leave = np.uint64(0), np.uint64(0)
+    for i in range(plane.size):
+        outside[i] &= plane[i] ^ flip
+        inside[i] &= plane[i] ^ flip
+        enter += popcount(outside[i] & lower[i])
+        leave += popcount(inside[i] & ~lower[i])
+    return np.int64(enter), np.int64(leave)
 
 
 @plain

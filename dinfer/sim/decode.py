@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, types
 
+from dinfer.policies.balanced import LOST, RECOVERED, added_neurons, balance, dropped_neurons
 from dinfer.policies.protocol import STEP
 from dinfer.policies.window import COSTS, cpu_seconds, gpu_seconds, window_neurons
 from dinfer.policies.words import count_members, count_split, popcount, swap
@@ -34,7 +35,10 @@ class Rules(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a replay changes: residency uint64 [layer, words], policy state [layer, rows, words], barriers."""
+    """What a replay changes: residency uint64 [layer, words], policy state [layer, rows, words], barriers.
+
+    ``thresholds`` float64 [layer, 4, levels]: tables of policies.balanced, without levels where they are fixed.
+    """
 
     resident: np.ndarray
     slots: np.ndarray
@@ -42,6 +46,7 @@ class Memory(NamedTuple):
     parameters: np.ndarray
     ready: np.ndarray
     nothing: np.ndarray
+    thresholds: np.ndarray
 
 
 class Log(NamedTuple):
@@ -61,7 +66,7 @@ class Log(NamedTuple):
 _U1, _U2, _U3 = types.uint64[::1], types.uint64[:, ::1], types.uint64[:, :, ::1]
 _I4, _F8 = types.int32[::1], types.float64[::1]
 RULES = types.NamedUniTuple(types.int64, len(Rules._fields), Rules)
-MEMORY = types.NamedTuple((_U2, types.int64[::1], _U3, _F8, _I4, _U2), Memory)
+MEMORY = types.NamedTuple((_U2, types.int64[::1], _U3, _F8, _I4, _U2, types.float64[:, :, ::1]), Memory)
 LOG = types.NamedTuple(
     (_F8, types.int32[:, :, ::1], _I4, _I4, _F8, types.int64[::1], types.int32[:, ::1], types.float64[:, ::1], _F8),
     Log,
@@ -105,10 +110,24 @@ def prefetch(ops, costs, layer, n, after):
 
 
 @plain
-def ffn(ops, costs, rules, memory, layer, computed, after):
+def balanced(believed, memory, layer, computed):
+    """Neurons that the GPU adds and the CPU drops by the thresholds, and how many of each are active (expected)."""
+    if memory.thresholds.shape[2] == 0:
+        return 0, 0, 0, 0
+    table = memory.thresholds[layer]
+    hits, misses = count_split(computed, memory.resident[layer])
+    spare = memory.slots[layer] - hits
+    low, high = balance(table, believed, hits, spare, misses)
+    found, lost = np.rint(table[RECOVERED, low] * spare), np.rint(table[LOST, high] * misses)
+    return added_neurons(table, low, spare), dropped_neurons(table, high, misses), np.int64(found), np.int64(lost)
+
+
+@plain
+def ffn(ops, costs, rules, memory, layer, computed, added, dropped, after):
     """Both sides' parts and the merge; the GPU waits for its neurons, then for the CPU's partial sum."""
     resident, slots = memory.resident[layer], memory.slots[layer]
     on_gpu, on_cpu = count_split(computed, resident)
+    on_gpu, on_cpu = on_gpu + added, on_cpu - dropped
     cold = rules.neurons - slots
     examined_gpu, examined_cpu = (slots, cold) if rules.exact else (0, 0)
     if examined_cpu + on_cpu == 0:
@@ -170,9 +189,11 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
         else:
             memory.ready[layer] = NONE
         computed = active[layer] if rules.exact else predicted[layer]
-        before, on_gpu, on_cpu = ffn(ops, costs, rules, memory, layer, computed, here)
+        added, dropped, found, lost = balanced(believed, memory, layer, computed)
+        before, on_gpu, on_cpu = ffn(ops, costs, rules, memory, layer, computed, added, dropped, here)
         if not rules.exact:  # of what was computed
             on_gpu, on_cpu = count_active(active[layer], computed, memory.resident[layer])
+            on_gpu, on_cpu = on_gpu + found, max(on_cpu - lost, 0)
         log.work[token, layer, 0], log.work[token, layer, 1] = on_gpu, on_cpu
     head(ops, costs)
 

@@ -109,51 +109,47 @@ def _done(start, seconds, stream, load, change):
 
 
 @njit(error_model="numpy")
-def _share(wanted, dram, rates):
-    # max-min fairness: no flow gets more than it wants, and none more than the level that uses up the DRAM
-    total, flows = 0.0, 0
-    for s in range(5):
-        total += wanted[s]
-        flows += wanted[s] > 0.0
-    level = np.inf
-    if total > dram:
-        level, higher = 0.0, dram / flows
-        while higher > level:
-            level = higher
-            rest, flows = dram, 0
-            for s in range(5):
-                if wanted[s] > level:
-                    flows += 1
-                else:
-                    rest -= wanted[s]
-            higher = rest / flows if flows > 0 else level
-    for s in range(5):
-        rates[s] = min(wanted[s], level)
+def _level(wanted, dram):
+    # max-min fairness: no flow gets more than this level, at which the wanted rates use the DRAM up
+    level, higher = 0.0, dram / 5
+    while higher > level:
+        level = higher
+        rest, flows = dram, 0
+        for s in range(5):
+            if wanted[s] > level:
+                flows += 1
+            else:
+                rest -= wanted[s]
+        higher = rest / flows if flows > 0 else level
+    return level
 
 
 @njit(error_model="numpy")
-def _move(clock, change, flowing, begin, left, rate, dram, load, wanted, rates):
+def _move(clock, change, flowing, begin, left, rate, dram, load, wanted):
     # move the open flows on from ``clock`` until one ends; returns its stream (NONE: never), the time, the change
     while True:
         until = load.seconds[change] if change < load.seconds.size else np.inf
+        total = 0.0
         for s in range(5):
             wanted[s] = 0.0
             if flowing[s] and begin[s] <= clock:
                 wanted[s] = rate[s] * (load.speed[change - 1, s] if change > 0 else 1.0)
+                total += wanted[s]
             elif flowing[s]:
                 until = min(until, begin[s])
-        _share(wanted, dram, rates)
-        first, end = NONE, np.inf
+        level = _level(wanted, dram) if total > dram else np.inf
+        ending, end = NONE, np.inf
         for s in range(5):
-            if rates[s] > 0.0 and clock + left[s] / rates[s] < end:
-                first, end = s, clock + left[s] / rates[s]
+            if wanted[s] > 0.0 and clock + left[s] / min(wanted[s], level) < end:
+                ending, end = s, clock + left[s] / min(wanted[s], level)
         step = min(end, until) - clock
         if step == np.inf:
             return NONE, clock, change
         for s in range(5):
-            left[s] = max(left[s] - step * rates[s], 0.0)
+            if wanted[s] > 0.0:
+                left[s] = max(left[s] - step * min(wanted[s], level), 0.0)
         if end <= until:
-            return first, end, change
+            return ending, end, change
         clock = until
         while change < load.seconds.size and load.seconds[change] <= clock:
             change += 1
@@ -182,7 +178,7 @@ def run(ops, now, dram, load):
         end[i] = np.inf
     free = np.full(5, now)  # when the stream's last op ended
     flowing = np.zeros(5, np.bool_)
-    begin, left, rate, wanted, rates = np.zeros(5), np.zeros(5), np.zeros(5), np.zeros(5), np.zeros(5)
+    begin, left, rate, wanted = np.zeros(5), np.zeros(5), np.zeros(5), np.zeros(5)
     change = 0
     while change < load.seconds.size and load.seconds[change] <= now:
         change += 1
@@ -215,13 +211,10 @@ def run(ops, now, dram, load):
                     head[s] = follower[i]
                     done += 1
         if not moved:
-            s = last
-            if flows == 1 and steady and flowing[last]:  # alone, so not shared
-                clock = max(clock, begin[s]) + left[s] / min(rate[s], dram)
+            if flows == 1 and steady and flowing[last]:  # alone: nothing to share
+                s, clock = last, max(clock, begin[last]) + left[last] / min(rate[last], dram)
             else:
-                s, clock, clock_change = _move(
-                    clock, clock_change, flowing, begin, left, rate, dram, load, wanted, rates
-                )  # fmt: skip
+                s, clock, clock_change = _move(clock, clock_change, flowing, begin, left, rate, dram, load, wanted)
             if s == NONE:
                 return np.nan
             flows -= 1

@@ -48,7 +48,8 @@ def with_predictor(
     chance = false_chance(recalls, _of_each_layer("precision", precision, layers), trace.density)
     if (chance > 1).any():
         layer = int(np.argmax(chance))
-        least = recalls[layer] * trace.density[layer] / (recalls[layer] * trace.density[layer] + 1 - trace.density[layer])
+        found = recalls[layer] * trace.density[layer]
+        least = found / (found + 1 - trace.density[layer])
         raise InputError(
             f"precision {np.broadcast_to(precision, layers)[layer]:g} at recall {recalls[layer]:g} predicts more "
             f"neurons of layer {layer} than there are; give at least {least:.3f}"

@@ -7,27 +7,46 @@ from dinfer.machine import LayerCosts, Machine, layer_costs
 from dinfer.plan import Plan
 from dinfer.sim.decode import OPS_PER_LAYER, Log, Memory, Rules, replay
 from dinfer.sim.engine import NO_LOAD, Load, empty_ops
+from dinfer.sim.predictor import Predictor
 from dinfer.timeline import SPAN_DTYPE, STEPS, Run, Timeline
 from dinfer.trace import Trace
 
 
 def simulate(
-    plan: Plan, trace: Trace, machine: Machine | None = None, *, load: Load = NO_LOAD, spans: bool = True
+    plan: Plan,
+    trace: Trace,
+    machine: Machine | None = None,
+    *,
+    load: Load = NO_LOAD,
+    spans: bool = True,
+    predictor: Predictor | None = None,
+    merge_in_queue: bool | None = None,
 ) -> Run:
     """Replay the decode tokens of ``trace`` under ``plan`` and time them.
 
     ``machine`` has the true costs; the plan's own are what its decisions believe (and the default). ``load`` is
     other load on the machine. ``spans=False`` keeps the sums of the steps but not each span. The cache's state and
-    the placement start afresh at the trace's first token and carry on over its sequences.
-    Raises InputError when the trace is of another model or has no decode token.
+    the placement start afresh at the trace's first token and carry on over its sequences. ``predictor`` predicts in
+    the place of the plan's ``prediction``, and costs what it says. ``merge_in_queue`` says whether the CPU's partial
+    sum queues behind prefetches (None: as the plan's ``issue`` has it). Raises InputError when the trace is of another
+    model or has no decode token, or when the predictor is not of its decode tokens.
     """
     plan.check_model(trace.spec, trace.meta.get("weights", ""))
     decoded = trace.phase("decode")
     if not len(decoded):
         raise InputError("the trace has no decode token; record with --tokens 1 or more")
     machine = machine or plan.machine
-    costs = layer_costs(plan.spec, machine, plan.activation, plan.issue)
-    log, seconds = _replay(plan, decoded, costs, load, spans)
+    given = predictor is not None
+    predictor = predictor or Predictor(np.ascontiguousarray(decoded.active))
+    if predictor.predictions.shape != decoded.active.shape:
+        raise InputError(
+            f"predictions have shape {predictor.predictions.shape}; they must be {decoded.active.shape}, of the "
+            "decode tokens"
+        )
+    costs = layer_costs(plan.spec, machine, plan.activation, plan.issue, predictor.rank)
+    lag = plan.prediction == "previous" and not given
+    queued = plan.issue != "gather" if merge_in_queue is None else merge_in_queue
+    log, seconds = _replay(plan, decoded, costs, load, spans, predictor, lag, queued)
     timeline = Timeline(
         _spans(log),
         tokens=len(decoded),
@@ -39,25 +58,28 @@ def simulate(
     return Run(timeline, log.work, log.fetch[:moved], log.evict[:moved])
 
 
-def _replay(plan: Plan, trace: Trace, costs: LayerCosts, load: Load, spans: bool) -> tuple[Log, float]:
+def _replay(
+    plan: Plan, trace: Trace, costs: LayerCosts, load: Load, spans: bool, predictor: Predictor, lag: bool, queued: bool
+) -> tuple[Log, float]:
     policy, spec = plan.policy, plan.spec
     rules = Rules(
         neurons=spec.neurons,
         lookahead=plan.lookahead,
         window=-1 if plan.window is None else plan.window,
-        lag=1 if plan.prediction == "previous" else 0,
+        lag=lag,
         exact=plan.activation == "exact",
         moves=policy.moves or plan.activation == "predicted",
         clairvoyant=policy.clairvoyant,
-        merge_in_queue=plan.issue != "gather",
+        merge_in_queue=queued,
     )
     memory = Memory(
         resident=plan.placement.resident.copy(),
         slots=plan.placement.slots,
         state=policy.init(spec, plan.placement, plan.frequency),
-        parameters=policy.parameters(),
+        parameters=policy.parameters(plan.beliefs._replace(lag=int(lag))),
         ready=np.full(spec.layers, -1, np.int32),
         nothing=np.zeros((spec.layers, spec.words), np.uint64),
+        thresholds=_tables(plan, predictor),
     )
     log = _empty_log(plan, trace, spans)
     active = np.ascontiguousarray(trace.active)
@@ -67,11 +89,18 @@ def _replay(plan: Plan, trace: Trace, costs: LayerCosts, load: Load, spans: bool
     while token[0] < len(trace):
         token[0] = replay(
             policy.step, empty_ops(OPS_PER_LAYER * spec.layers + 1), costs, plan.costs, Rules(*map(int, rules)),
-            memory, log, load, active, active, first_tokens(trace), positions, start, token,
+            memory, log, load, active, predictor.predictions, first_tokens(trace), positions, start, token,
         )  # fmt: skip
         if token[0] < len(trace):
             log = log._replace(fetch=_doubled(log.fetch), evict=_doubled(log.evict))
     return log, float(start[0])
+
+
+def _tables(plan: Plan, predictor: Predictor) -> np.ndarray:
+    # exact activation makes no error that a threshold could trade
+    if plan.activation == "exact" or not predictor.thresholds.shape[2]:
+        return np.zeros((plan.spec.layers, 4, 0))
+    return np.ascontiguousarray(predictor.thresholds, np.float64)
 
 
 def first_tokens(trace: Trace) -> np.ndarray:

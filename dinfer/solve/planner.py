@@ -33,13 +33,17 @@ def make_plan(
     window: int | None = None,
     activation: str = "exact",
     prediction: str = "previous",
-    issue: str = "gather",
+    issue: str | None = None,
     spec: ModelSpec | None = None,
+    frequency: np.ndarray | None = None,
+    predictor_bytes: int = 0,
 ) -> Plan:
     """The plan for ``vram_bytes`` of GPU memory, from the frequencies of the whole trace.
 
     ``solver`` is one of SOLVERS; ``solver_options`` are keyword arguments of ``greedy`` or
-    ``ilp``. ``spec`` may give the trace's model another dtype. The other arguments are those of
+    ``ilp``. ``spec`` may give the trace's model another dtype. ``frequency`` [layer, neuron] is an
+    offline profile to place by instead of the trace's own; ``predictor_bytes`` of the budget go
+    to a predictor. The other arguments are those of
     Plan; ``window`` bounds one prefetch and is not the solver's. When everything fits, every
     neuron is resident whatever the solver, with a PlanWarning. Raises InputError for a budget
     below the dense part, an empty trace, a trace of another model, or one of a magnitude kind
@@ -50,9 +54,11 @@ def make_plan(
     if solver not in SOLVERS:
         raise InputError(f"solver {solver!r} is not one of {', '.join(SOLVERS)}")
     policy = cache_to_dict(cache_from_dict({**(cache_parameters or {}), "name": cache}))
-    memory = memory_breakdown(spec, machine, context, vram_bytes)
+    memory = memory_breakdown(spec, machine, context, vram_bytes, predictor_bytes)
     capacity = neuron_capacity(spec, memory)
-    frequency, costs = trace.frequency, layer_costs(spec, machine, activation, issue)
+    frequency = trace.frequency if frequency is None else frequency
+    issue = issue or ("gather" if machine.emulated else "block")
+    costs = layer_costs(spec, machine, activation, issue)
     if warn_when_everything_fits(spec, machine, memory):
         solution = _greedy_solution(frequency, capacity)
     else:
