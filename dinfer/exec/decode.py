@@ -63,11 +63,20 @@ class Running:
         self.policy = self.plan.policy
         self.schedules = self.policy.moves or self.plan.activation == "predicted"
         self.costs = self.plan.costs
-        self.parameters = self.policy.parameters()
+        self.parameters = self.policy.parameters(self.plan.beliefs)
         self.value_thresholds = self.plan.value_thresholds
         self.predictions = np.zeros((spec.layers, spec.words), np.uint64)
         room = 64 * spec.words
         self.fetch, self.evict = np.empty(room, np.int32), np.empty(room, np.int32)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Call the small compiled functions once, on nothing, before the clock runs."""
+        words = np.zeros(1, np.uint64)
+        add_members(words, NO_IDS, np.zeros(0, np.float32))
+        count_members(words, NO_IDS)
+        swap(words, NO_IDS, NO_IDS, 0)
+        self.bank.swap(0, NO_IDS, NO_IDS)
 
     def close(self) -> None:
         """End the threads."""
