@@ -39,6 +39,7 @@ class Device:
     ``attention``: a layer's attention with its norms, bytes of its matrices; ``kv``: the bytes of the KV it reads.
     ``gate``: what an FFN reads of every neuron on this side to learn which are active; holds the FFN's fixed part.
     ``neuron``: what it reads of the active ones besides. ``head``: final norm, output projection, sampling.
+    ``prefill``: a layer over a chunk of the prompt, all of its bytes and flops; the executor's runs on the CPU.
     ``merge``: adding the other side's partial sum. ``predict``, ``schedule``: the scheduler's part of one layer.
     ``context_bytes`` is what the runtime takes of the memory before any weight.
     """
@@ -52,6 +53,7 @@ class Device:
     gate: Cost = field(default_factory=Cost)
     neuron: Cost = field(default_factory=Cost)
     head: Cost = field(default_factory=Cost)
+    prefill: Cost = field(default_factory=Cost)
     merge: Cost = field(default_factory=Cost)
     predict: Cost = field(default_factory=Cost)
     schedule: Cost = field(default_factory=Cost)
@@ -150,7 +152,7 @@ class Machine:
             raise InputError(f"machine description: {str(error).split('() ')[-1]}; see docs/machine.md") from None
 
 
-STEP_COSTS = ("attention", "kv", "gate", "neuron", "head", "merge", "predict", "schedule")
+STEP_COSTS = ("attention", "kv", "gate", "neuron", "head", "prefill", "merge", "predict", "schedule")
 _LAUNCHES = {"attention": 12, "gate": 4, "head": 3, "merge": 1}
 """Kernel launches of a step on a GPU whose table gives only ``launch_seconds``: our count of our own executor."""
 
@@ -274,6 +276,24 @@ def layer_costs(
         dram_bytes_per_second=machine.dram_bytes_per_second,
     )
     return LayerCosts(*map(float, costs))  # a TOML file may say 1 for 1.0, a compiled reader takes floats only
+
+
+PREFILL_CHUNK = 256
+"""Prompt tokens that the executor takes through the layers at once: ours."""
+
+
+def prefill_seconds(spec: ModelSpec, machine: Machine, tokens: int) -> float:
+    """Seconds until a prompt of ``tokens`` tokens has gone through the model, the first logits included.
+
+    Dense on the CPU, where all neurons lie, in chunks: layers * (fixed + max(layer bytes / rate, 2 * layer weights *
+    tokens / flops)) for each chunk, then the head. The attention's share of the flops is counted there too.
+    """
+    layer_weights = spec.attention_parameters + spec.neurons * spec.matrices * spec.hidden
+    layer_bytes = spec.attention_bytes + spec.neurons * spec.neuron_bytes
+    whole, rest = divmod(tokens, PREFILL_CHUNK)
+    chunks = [PREFILL_CHUNK] * whole + [rest] * (rest > 0)
+    layers = sum(machine.cpu.prefill.seconds(layer_bytes, 2.0 * layer_weights * chunk) for chunk in chunks)
+    return spec.layers * layers + machine.gpu.head.seconds(spec.head_bytes, 2 * spec.vocab * spec.hidden)
 
 
 def catalogue_machines() -> dict[str, Machine]:

@@ -113,6 +113,32 @@ class Trace:
             )
         return self.rows(~held_out), self.rows(held_out)
 
+    def later(self, tokens: int) -> "Trace":
+        """The same activity after ``tokens`` more tokens of context: a longer prompt, or earlier turns of a chat."""
+        return replace(self, tokens=self.tokens.assign(position=self.tokens["position"] + np.int32(tokens)))
+
+    def batched(self, size: int) -> "Trace":
+        """Decode tokens of ``size`` sequences at a time, stepped together as far as the shortest goes.
+
+        A step's active set is the union of theirs (each neuron's weights are read once for all), its position the sum
+        of their positions: the context whose KV is read. Left-over sequences are dropped.
+        Raises InputError when the trace has fewer than ``size`` sequences with decode tokens.
+        """
+        decoded = self.phase("decode")
+        numbers = decoded.tokens["sequence"].unique()
+        if not 1 <= size <= len(numbers):
+            raise InputError(f"batch is {size}; it must be 1 to {len(numbers)}, the sequences that the trace decodes")
+        groups = [numbers[i : i + size] for i in range(0, len(numbers) - size + 1, size)]
+        tables, actives = [], []
+        for number, group in enumerate(groups):
+            parts = [decoded.sequence(int(sequence)) for sequence in group]
+            steps = min(len(part) for part in parts)
+            position = np.sum([part.tokens["position"].to_numpy()[:steps] for part in parts], axis=0)
+            tables.append(parts[0].tokens.iloc[:steps].assign(sequence=np.int32(number), position=position))
+            actives.append(np.bitwise_or.reduce([part.active[:steps] for part in parts]))
+        tokens = _as_token_table(tables)
+        return Trace(self.spec, tokens, np.concatenate(actives), {**self.meta, "batch": size})
+
     @property
     def fingerprint(self) -> str:
         """First 16 hex digits of a SHA-256 over shape, tokens and each neuron's count of activations."""

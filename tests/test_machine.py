@@ -21,8 +21,9 @@ from dinfer.machine import (
     catalogue_machines,
     layer_costs,
     load_machine,
+    prefill_seconds,
 )
-from dinfer.model import catalogue_models
+from dinfer.model import ModelSpec, catalogue_models
 
 MACHINES = catalogue_machines()
 MODELS = catalogue_models()
@@ -149,6 +150,7 @@ def test_launches_set_the_fixed_part_of_the_steps_that_launch() -> None:
         "gate": 4,
         "neuron": 0,
         "head": 3,
+        "prefill": 0,
         "merge": 1,
         "predict": 7,
         "schedule": 0,
@@ -215,7 +217,7 @@ def test_the_fingerprint_leaves_out_the_notes() -> None:
             {"gpu": {"name": "g", "memory_bytes": 1, "speed": 1}},
             "machine gpu: speed is not one of attention, bytes_per_second, context_bytes, "
             "flops_per_second, gate, head, kv, launch_seconds, memory_bytes, merge, name, neuron, "
-            "predict, schedule, threads",
+            "predict, prefill, schedule, threads",
         ),
         ({"cpu": 16}, "machine cpu is 16; it must be a table, see docs/machine.md"),
         (
@@ -396,3 +398,17 @@ def test_a_slow_processor_is_bound_by_its_flops(dtype: str, flops_per_byte: floa
 def test_an_unknown_choice_is_refused(choice: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}$"):
         layer_costs(MODELS["opt-6.7b"], MACHINES["pc-high"], **choice)
+
+
+def test_prefill_takes_each_chunk_through_every_layer() -> None:
+    """300 tokens are chunks of 256 and 44; each layer costs its fixed part and its flops, or its bytes if longer."""
+    spec = ModelSpec("tiny", "llama", 2, 64, 128, 4, 4, 16, 100)
+    step = {"fixed_seconds": 0.5, "bytes_per_second": 1e9, "flops_per_second": 1e6}
+    machine = Machine.from_dict(SIMPLE | {"cpu": {"name": "cpu", "memory_bytes": 1, "prefill": step}})
+    weights = 4 * 64 * 64 + 3 * 64 * 128
+    head = machine.gpu.head.seconds(spec.head_bytes, 2 * 100 * 64)
+    assert prefill_seconds(spec, machine, 300) == pytest.approx(2 * (2 * 0.5 + 2 * weights * 300 / 1e6) + head)
+    assert prefill_seconds(spec, machine, 0) == head
+    slow = {**step, "bytes_per_second": 1.0}
+    machine = Machine.from_dict(SIMPLE | {"cpu": {"name": "cpu", "memory_bytes": 1, "prefill": slow}})
+    assert prefill_seconds(spec, machine, 1) == pytest.approx(2 * (0.5 + 2 * weights) + head)

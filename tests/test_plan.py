@@ -102,6 +102,9 @@ TEXT = """\
    "head": {
     "fixed_seconds": 0.0
    },
+   "prefill": {
+    "fixed_seconds": 0.0
+   },
    "merge": {
     "fixed_seconds": 0.0
    },
@@ -132,6 +135,9 @@ TEXT = """\
    "head": {
     "fixed_seconds": 0.0
    },
+   "prefill": {
+    "fixed_seconds": 0.0
+   },
    "merge": {
     "fixed_seconds": 0.0
    },
@@ -155,7 +161,7 @@ TEXT = """\
   "dram_bytes_per_second": 2000000000.0,
   "notes": ""
  },
- "machine_fingerprint": "cad5ab394ff3e3b0",
+ "machine_fingerprint": "df36a9c84f3ad44a",
  "trace": "",
  "cache": {
   "name": "static"
@@ -179,12 +185,12 @@ TEXT = """\
   "name": "greedy",
   "objective": 2.0
  },
- "fingerprint": "dd7fba18615a5815"
+ "fingerprint": "897767524027412e"
 }
 """
 
 ARRAYS = (
-    b'{"__metadata__":{"plan":"dd7fba18615a5815"},'
+    b'{"__metadata__":{"plan":"897767524027412e"},'
     b'"resident":{"dtype":"U64","shape":[2,1],"data_offsets":[0,16]},'
     b'"frequency":{"dtype":"F32","shape":[2,4],"data_offsets":[16,48]}}'
 )
@@ -423,7 +429,7 @@ def test_a_field_of_a_wrong_type_is_refused(saved, name):
 
 
 def test_an_unknown_cache_is_refused():
-    with refuses("cache 'mru' is not one of belady, hot_predicted, lru, static"):
+    with refuses("cache 'mru' is not one of belady, hot_predicted, lfu, lru, random, s3fifo, static, time_saved"):
         _ = replace(PLAN, cache={"name": "mru"}).policy
     with refuses("cache lru has no parameter 'lam'; it has none"):
         _ = replace(PLAN, cache={"name": "lru", "lam": 1}).policy

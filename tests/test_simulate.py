@@ -516,8 +516,35 @@ def test_a_run_says_what_it_was():
         "machine": "box",
         "plan": made.fingerprint(),
         "model": "tiny",
+        "prefills": [[0, BOX.gpu.head.fixed_seconds]],
     }
     assert (run.timeline.tokens, run.text, run.ids) == (1, "", ())
+
+
+def test_a_batch_reads_each_neuron_once_and_everybodys_context():
+    """Two sequences step together: the union of their sets, the sum of their contexts, two tokens a step."""
+    box = machine(attention=1, kv=0.5, gpu_gate=0, gpu_rest=0.25)
+    single = trace([[{0}], [{1}], [{0, 2}], [{0}]], sequences=[0, 0, 1, 1], first=3)
+    single = replace(single, tokens=single.tokens.assign(position=[3, 4, 10, 11]))
+    both = single.batched(2)
+    assert both.tokens["position"].tolist() == [13, 15]
+    run = simulate(plan([ALL], box), both)
+    kv = box.gpu.kv.seconds(both.spec.kv_bytes(1))
+    assert run.timeline.seconds == pytest.approx(2 * 1 + (13 + 15) * kv + (2 + 2) * 0.25)
+    assert run.timeline.tokens_per_second == pytest.approx(4 / run.timeline.seconds)
+    assert run.work[:, 0, 0].tolist() == [2, 2]
+
+
+def test_a_longer_context_costs_its_kv():
+    box = machine(attention=1, kv=0.5)
+    short = trace([[ALL], [ALL]])
+    more = seconds(plan([ALL], box), short.later(1000)) - seconds(plan([ALL], box), short)
+    assert more == pytest.approx(2 * 1000 * box.gpu.kv.seconds(short.spec.kv_bytes(1)))
+
+
+def test_a_batch_needs_its_sequences():
+    with pytest.raises(InputError, match="^batch is 3; it must be 1 to 2, the sequences that the trace decodes$"):
+        trace([[LOW], [ALL]], sequences=[0, 1]).batched(3)
 
 
 def test_prefill_is_left_out():

@@ -37,7 +37,8 @@ class Running:
     """A model being run under a plan: weights, threads, the cache's state and what is known of activity.
 
     ``predictions`` uint64 [layer, words] is what each layer's next step takes as predicted when nothing is replayed:
-    its active set of the token before. ``kv`` [layer, 2, kv_heads, context, head_dim].
+    its active set of the token before. ``prefills`` holds tokens and seconds of each prompt.
+    ``kv`` [layer, 2, kv_heads, context, head_dim].
     """
 
     plan: Plan
@@ -54,6 +55,7 @@ class Running:
     copies: dict[int, Any] = field(default_factory=dict)
     work: list[np.ndarray] = field(default_factory=list)
     moves: list[tuple[int, int, np.ndarray, np.ndarray]] = field(default_factory=list)
+    prefills: list[list[float]] = field(default_factory=list)
     fetched: dict[int, np.ndarray] = field(default_factory=dict)
     share: dict[int, Share] = field(default_factory=dict)
 

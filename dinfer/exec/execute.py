@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,10 @@ from dinfer.exec.decode import Running, decode_token, end_token
 from dinfer.exec.link import CudaLink, EmulatedLink, Transport
 from dinfer.exec.workers import Workers
 from dinfer.families import FAMILIES, TORCH_DTYPES, Checkpoint, open_checkpoint
+from dinfer.machine import PREFILL_CHUNK
 from dinfer.plan import Plan
 from dinfer.timeline import Run, Timeline
 from dinfer.trace import Trace
-
-PREFILL_CHUNK = 256
 
 SWITCH_SECONDS = 1e-4
 """How long a Python thread may keep the others from the GIL; Python's own 5 ms cost 5% of the tokens/s on 2 cores."""
@@ -124,7 +124,7 @@ class Session:
         stops = _stop_ids(self.checkpoint, tokenizer) if stop else set()
         run = self._start(None)
         try:
-            logits = prefill(run, ids)
+            logits = timed_prefill(run, ids)
             new: list[int] = []
             run.clock.resume()
             while True:
@@ -164,7 +164,7 @@ class Session:
             for row, (token, position) in enumerate(zip(ids, positions, strict=True)):
                 if first[row]:
                     run.clock.pause()
-                    prefill(run, _prompt_ids(trace, int(sequence[row]), position))
+                    timed_prefill(run, _prompt_ids(trace, int(sequence[row]), position))
                     run.clock.resume()
                 sample(decode_token(run, token, position), 0.0, 1.0, None)
                 end_token(run)
@@ -238,6 +238,7 @@ class Session:
                 "model": self.plan.spec.name,
                 "device": _device_name(self.device),
                 "emulated": self.device.type == "cpu",
+                "prefills": run.prefills,
                 "link_bytes_per_second": (machine.emulated_link or machine.h2d).bytes_per_second,
                 "torch": torch.__version__,
                 "cpu_threads": self.cpu_threads,
@@ -252,6 +253,16 @@ class Session:
             text=text,
             ids=ids,
         )
+
+
+def timed_prefill(run: Running, ids: Sequence[int]) -> torch.Tensor:
+    """``prefill``, its tokens and seconds kept in ``run.prefills``."""
+    start = time.perf_counter()
+    logits = prefill(run, ids)
+    if run.kv.device.type == "cuda":
+        torch.cuda.synchronize()
+    run.prefills.append([len(ids), time.perf_counter() - start])
+    return logits
 
 
 def prefill(run: Running, ids: Sequence[int]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from dinfer import bits
 from dinfer.exec.execute import Session
 from dinfer.exec.kernels_cpu import read_rows
 from dinfer.families import open_checkpoint
-from dinfer.machine import Cost, Device, Link, Machine
+from dinfer.machine import PREFILL_CHUNK, Cost, Device, Link, Machine
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 from dinfer.plan import Plan
@@ -76,14 +76,18 @@ def measure_machine(
     spec = checkpoint.spec.with_dtype(dtype or ("float32" if device == "cpu" else checkpoint.spec.dtype))
     blank = _blank_machine(device, link or EMULATED_LINK)
     plans = list(_calibration_plans(spec, blank, tuple(thresholds)))
-    frames = []
+    frames: list[pd.DataFrame] = []
+    prefills: list[list[float]] = []
     for number, (plan, prompt_tokens) in enumerate(plans):
         with Session(plan, checkpoint, device, cpu_threads) as session:
             run = session.replay(_random_activity(spec, prompt_tokens))
         frames.append(_samples(run, plan, number, prompt_tokens))
+        prefills += run.timeline.meta["prefills"]
         if progress is not None:
             progress((number + 1) / len(plans))
-    return _fit(spec, blank, pd.concat(frames, ignore_index=True))
+    machine, fits = _fit(spec, blank, pd.concat(frames, ignore_index=True))
+    prefill, described = _fit_prefill(spec, machine, prefills)
+    return replace(machine, cpu=replace(machine.cpu, prefill=prefill)), pd.DataFrame([*fits, described])
 
 
 def _calibration_plans(spec: ModelSpec, machine: Machine, thresholds: tuple[float, ...]) -> Iterator[tuple[Plan, int]]:
@@ -141,7 +145,7 @@ def _samples(run: Run, plan: Plan, number: int, prompt_tokens: int) -> pd.DataFr
     return frame[frame["token"].between(WARM_TOKENS, len(run.work) - 1)]
 
 
-def _fit(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine, pd.DataFrame]:
+def _fit(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine, list[Fit]]:
     attention = _stream(frame, "attention", "gpu")
     still = attention.query("not moves")
     values: dict[str, list[float]] = {}
@@ -162,7 +166,7 @@ def _fit(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine,
     values["head"] = [_mean(_stream(frame, "head", "gpu")["seconds"])]
     for step in ("handoff", "merge", "schedule", "head"):
         fits.append(Fit(step, values[step][0] * 1e6, 0.0, "", float("nan"), len(still)))
-    return _machine(spec, blank, values, sides), pd.DataFrame(fits)
+    return _machine(spec, blank, values, sides), fits
 
 
 class Sides(NamedTuple):
@@ -251,6 +255,20 @@ def _fit_prefetch(spec: ModelSpec, blank: Machine, rows: pd.DataFrame) -> tuple[
     fixed = _mean(rows["seconds"] - rows["neurons"] * per_neuron)
     residual = float(((fixed + rows["neurons"] * per_neuron) / rows["seconds"] - 1).abs().mean())
     return [fixed, per_neuron], Fit("prefetch", fixed * 1e6, per_neuron * 1e9, "neuron", residual, len(rows))
+
+
+def _fit_prefill(spec: ModelSpec, machine: Machine, prefills: list[list[float]]) -> tuple[Cost, Fit]:
+    """A fixed part for each layer and chunk, and a rate of flops, from prompts of several lengths."""
+    per_token = 2.0 * (spec.attention_parameters + spec.neurons * spec.matrices * spec.hidden)
+    tokens, seconds = np.array(prefills).T
+    target = np.maximum(seconds / spec.layers - machine.gpu.head.fixed_seconds / spec.layers, 1e-9)
+    design = np.column_stack([np.ceil(tokens / PREFILL_CHUNK), tokens * per_token])
+    scale = design.max(axis=0)
+    fixed, per_flop = nnls(design / scale / target[:, None], np.ones(len(target)))[0] / scale
+    fitted = design @ [fixed, per_flop]
+    residual = float(np.abs(fitted / target - 1).mean())
+    described = Fit("prefill", fixed * 1e6, per_flop * per_token * 1e9, "token", residual, len(target))
+    return Cost(float(fixed), flops_per_second=float(_rate(1.0, per_flop))), described
 
 
 def _machine(spec: ModelSpec, blank: Machine, values: dict[str, list[float]], sides: Sides) -> Machine:

@@ -31,7 +31,7 @@ FORESIGHT = 64
 """Tokens that worth looks ahead at most; ours, for speed."""
 
 TURNOVER = 14.0
-"""A half-life lasts as long as this part of turning the slots over takes; ours, from a scan on the presets."""
+"""How many half-lives it takes windows to turn all slots over; ours, from a scan on the presets."""
 
 
 @plain
@@ -186,11 +186,11 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
 class Belady:
     """Clairvoyant replacement, set-wise; the bound for what any cache can do when the window does not bind.
 
-    Then the soonest next use enters and the last one leaves: every step hits min(slots, active) neurons, and where
-    every active set fits the slots no policy with as many hits fetches fewer. Where more is missing than the window
-    lets in, what matters is all uses while a neuron stays: they are discounted, the more so the sooner the windows
-    turn the slots over. That is a heuristic: the exact bound is a minimum-cost flow (benchmarks/policies.py).
-    Runs only where the future is known: in the simulator and in a replay.
+    Then the soonest next use enters and the last one leaves: every step hits min(slots, active) neurons, and
+    where every active set fits the slots no policy with as many hits fetches fewer. Where more is missing
+    than the window lets in, what matters is all uses while a neuron stays: they are discounted, the more so
+    the sooner the windows turn the slots over. That is a heuristic: the exact bound is a minimum-cost flow
+    (benchmarks/policies.py). Runs only where the future is known: in the simulator and in a replay.
     """
 
     name: ClassVar[str] = "belady"

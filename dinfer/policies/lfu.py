@@ -55,7 +55,7 @@ class Lfu:
     step: ClassVar[object] = staticmethod(_step)
 
     def init(self, spec: ModelSpec, placement: Placement, frequency: np.ndarray) -> np.ndarray:
-        """Counters as bit planes, started from the offline frequency, and a row whose first word is a clock."""
+        """Counters as bit planes, from the offline frequency, and a row whose first word is a clock."""
         counters = planes_of(np.rint(frequency * HALVE_EVERY).astype(np.int64), COUNT_BITS)
         return np.concatenate([counters, np.zeros((spec.layers, 1, spec.words), np.uint64)], axis=1)
 

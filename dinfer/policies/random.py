@@ -60,9 +60,9 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
 
 @dataclass(frozen=True)
 class Random:
-    """Random replacement: a lot is drawn for each neuron from ``seed``, layer and token's number, and from no clock.
+    """Random replacement: fetches predicted neurons and evicts any that are not predicted.
 
-    It fetches predicted neurons and evicts some that are not predicted.
+    A neuron's lot is drawn from ``seed``, layer and the token's number, never from a clock.
     """
 
     seed: int = 0

@@ -1,4 +1,4 @@
-"""s3fifo: three queues (small, main, ghost), set-wise; most newcomers leave before they cost the main queue a place."""
+"""s3fifo: three queues, set-wise; most newcomers leave the small one before they enter the main one."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,7 +20,7 @@ USE_BITS = 2
 
 BITS = YOUTH_BITS + USE_BITS
 SMALL, GHOST, ROWS = range(BITS, BITS + 3)
-"""Rows of the state: youth and uses as bit planes; then who of the residents is in the small queue, and the ghosts."""
+"""Rows of the state: youth and uses as bit planes; then the residents in the small queue, and the ghosts."""
 
 
 @plain
@@ -149,12 +149,12 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
 class S3Fifo:
     """S3-FIFO (Yang et al., SOSP 2023), set-wise: a layer's whole predicted set is used at once.
 
-    Newcomers enter the small queue. Once it holds more than its ``share`` of the slots, those that were used again
-    move to the main queue, and the others leave first and are remembered as ghosts; a ghost that is fetched enters
-    the main queue. What differs from the sequential rule: all of one token enter a queue together, what is predicted
-    now is never evicted, the main queue evicts by fewest uses and then by age (the order in which its
-    hand would come by, which takes one use each time it passes, without those uses being lost), and ghosts are
-    forgotten by age, 63 tokens, and not by number.
+    Newcomers enter the small queue. Once it holds more than its ``share`` of the slots, those that were used
+    again move to the main queue, and the others leave first and are remembered as ghosts; a ghost that is
+    fetched enters the main queue. What differs from the sequential rule: all of one token enter a queue
+    together, what is predicted now is never evicted, the main queue evicts by fewest uses and then by age
+    (the order in which its hand would come by, which takes one use each time it passes, without those uses
+    being lost), and ghosts are forgotten by age, 63 tokens, and not by number.
     """
 
     share: float = 0.1

@@ -1,7 +1,8 @@
-"""time_saved: ours; swaps neurons while the CPU seconds saved exceed the seconds spent, and only what stays hidden.
+"""time_saved: ours; swaps neurons while the CPU time saved exceeds the time spent, and hides its copies.
 
-Three things that v = a + lambda f does not ask: what a copy costs (link seconds that nothing hides, CPU seconds lost
-to the copy's share of the DRAM), how many copies fit behind the layer before, and whether past swaps were any good.
+Three things that v = a + lambda f does not ask: what a copy costs (link seconds that nothing hides, CPU
+seconds lost to the copy's share of the DRAM), how many copies fit behind the layer before, and whether past
+swaps were any good.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from dinfer.policies.words import (
     planes_of,
     popcount,
     write_ids,
-)  # fmt: skip
+)
 
 COUNT_BITS = 6
 """Frequency counters saturate at 63."""
@@ -54,8 +55,8 @@ FETCHED, EVICTED, CLOCK, SWAPS, USES, LAYER, ROWS = range(COUNT_BITS, COUNT_BITS
 """Rows of the state after the counters: the last swaps as two sets; then numbers in a row's first word."""
 
 (
-    HORIZON, TRAILING, AHEAD, CPU, CPU_SLOT, SAVED, GPU, GPU_SLOT, GPU_NEURON, IDLE, ALONE, MERGE, LINK, LINK_FIXED,
-    SLOWED,
+    HORIZON, TRAILING, AHEAD, CPU, CPU_SLOT, SAVED, GPU, GPU_SLOT, GPU_NEURON, IDLE, ALONE, MERGE, LINK,
+    LINK_FIXED, SLOWED,
 ) = range(15)  # fmt: skip
 """What ``parameters`` holds; seconds where nothing else is said."""
 
@@ -81,8 +82,8 @@ def _most(seconds, each, window):
 
 @plain
 def _room(parameters, state, resident, predicted, window):
-    # the copies that hide behind the layer before, which is taken to be as this one: how many when some neurons are
-    # left to the CPU, how many when none is, and what a copy costs even so, in seconds
+    # the copies that hide behind the layer before, which is taken to be as this one: how many when some
+    # neurons are left to the CPU, how many when none is, and what a copy costs even so, in seconds
     link, saved = parameters[LINK], parameters[SAVED]
     slots = count(resident)
     hits, misses = count_split(predicted, resident)
@@ -175,11 +176,12 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
 class TimeSaved:
     """V = a + H f: uses now and in the next H tokens, by the neuron's frequency f; all constants are ours.
 
-    Swaps what gains most, while one gains more CPU seconds than its copy costs and the copies stay hidden behind the
-    layer before. H is ``horizon`` tokens where predictions come in time: what was let go can be fetched again before
-    its next use, so that holding counts little. It is ``trailing`` where predictions are of the token before and only
-    holding helps. Each swap is judged by the next token's prediction, also those that were proposed and not made;
-    while the expected gain of a layer's swaps is below their cost none is made.
+    Swaps what gains most, while one gains more CPU seconds than its copy costs and the copies stay hidden
+    behind the layer before. H is ``horizon`` tokens where predictions come in time: what was let go can be
+    fetched again before its next use, so that holding counts little. It is ``trailing`` where predictions are
+    of the token before and only holding helps. Each swap is judged by the next token's prediction, also those
+    that were proposed and not made; while the expected gain of a layer's swaps is below their cost none is
+    made.
     """
 
     horizon: float = 2.0
@@ -244,14 +246,11 @@ def idle_seconds(beliefs: Beliefs) -> float:
 
 
 def slowed_share(costs: LayerCosts) -> float:
-    """CPU seconds lost for each second of a copy beside it, by what both ask of the DRAM beyond what it gives."""
-    cpu_bytes = costs.neuron_bytes - costs.gate_bytes
-    if (
-        min(cpu_bytes, costs.cpu_neuron_seconds, costs.prefetch_neuron_seconds, costs.dram_bytes_per_second)
-        <= 0
-    ):
+    """CPU seconds lost for each second of a copy beside it, where both ask more of the DRAM than it gives."""
+    cpu_bytes, dram = costs.neuron_bytes - costs.gate_bytes, costs.dram_bytes_per_second
+    if min(cpu_bytes, costs.cpu_neuron_seconds, costs.prefetch_neuron_seconds, dram) <= 0:
         return 0.0
     cpu = cpu_bytes / costs.cpu_neuron_seconds
     link = costs.neuron_bytes / costs.prefetch_neuron_seconds
-    left = max(costs.dram_bytes_per_second - link, costs.dram_bytes_per_second / 2)  # max-min fair
+    left = max(dram - link, dram / 2)  # max-min fair
     return max(0.0, 1.0 - left / cpu)

@@ -32,6 +32,7 @@ class Rules(NamedTuple):
     moves: int
     clairvoyant: int
     merge_in_queue: int
+    scheduler_thread: int
 
 
 class Memory(NamedTuple):
@@ -181,10 +182,12 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
             first, last = targets(layer, rules.lookahead, layers)
             for target in range(first, last):
                 future = actives[token + 1 :, target] if rules.clairvoyant else actives[:0, target]
-                here, n = schedule(
+                stepped, n = schedule(
                     ops, costs, step, rules, believed, memory, log, target, predicted[target], future, here
                 )  # fmt: skip
-                memory.ready[target] = prefetch(ops, costs, target, n, here)
+                memory.ready[target] = prefetch(ops, costs, target, n, stepped)
+                if not rules.scheduler_thread:  # the decoding thread steps itself
+                    here = stepped
                 log_moves(log, token, target, n, active[target])
         else:
             memory.ready[layer] = NONE

@@ -3,7 +3,8 @@
 import numpy as np
 
 from dinfer.errors import InputError
-from dinfer.machine import LayerCosts, Machine, layer_costs
+from dinfer.machine import LayerCosts, Machine, layer_costs, prefill_seconds
+from dinfer.model import ModelSpec
 from dinfer.plan import Plan
 from dinfer.sim.decode import OPS_PER_LAYER, Log, Memory, Rules, replay
 from dinfer.sim.engine import NO_LOAD, Load, empty_ops
@@ -20,15 +21,17 @@ def simulate(
     load: Load = NO_LOAD,
     spans: bool = True,
     predictor: Predictor | None = None,
-    merge_in_queue: bool | None = None,
+    asynchronous: bool = False,
 ) -> Run:
     """Replay the decode tokens of ``trace`` under ``plan`` and time them.
 
     ``machine`` has the true costs; the plan's own are what its decisions believe (and the default). ``load`` is
     other load on the machine. ``spans=False`` keeps the sums of the steps but not each span. The cache's state and
-    the placement start afresh at the trace's first token and carry on over its sequences. ``predictor`` predicts in
-    the place of the plan's ``prediction``, and costs what it says. ``merge_in_queue`` says whether the CPU's partial
-    sum queues behind prefetches (None: as the plan's ``issue`` has it). Raises InputError when the trace is of another
+    the placement start afresh at the trace's first token and carry on over its sequences. Of a batched trace each
+    step counts as many tokens as sequences. ``predictor`` predicts in
+    the place of the plan's ``prediction``, and costs what it says. ``asynchronous`` is DynamicInfer's way: a
+    scheduler thread steps the policy beside the decoding thread, and the CPU's partial sum never queues behind
+    prefetches, which have a stream of their own. Raises InputError when the trace is of another
     model or has no decode token, or when the predictor is not of its decode tokens.
     """
     plan.check_model(trace.spec, trace.meta.get("weights", ""))
@@ -45,21 +48,32 @@ def simulate(
         )
     costs = layer_costs(plan.spec, machine, plan.activation, plan.issue, predictor.rank)
     lag = plan.prediction == "previous" and not given
-    queued = plan.issue != "gather" if merge_in_queue is None else merge_in_queue
-    log, seconds = _replay(plan, decoded, costs, load, spans, predictor, lag, queued)
+    log, seconds = _replay(plan, decoded, costs, load, spans, predictor, lag, asynchronous)
     timeline = Timeline(
         _spans(log),
-        tokens=len(decoded),
+        tokens=len(decoded) * int(trace.meta.get("batch", 1)),
         seconds=seconds,
-        meta={"source": "simulated", "machine": machine.name, "plan": plan.fingerprint(), "model": plan.spec.name},
+        meta={
+            "source": "simulated",
+            "machine": machine.name,
+            "plan": plan.fingerprint(),
+            "model": plan.spec.name,
+            "prefills": _prefills(plan.spec, machine, decoded),
+        },
         totals=log.step_seconds,
     )
     moved = log.used[0]
     return Run(timeline, log.work, log.fetch[:moved], log.evict[:moved])
 
 
+def _prefills(spec: ModelSpec, machine: Machine, decoded: Trace) -> list[list[float]]:
+    """Tokens and seconds of each sequence's prompt: what stands before its first decode token."""
+    prompts = decoded.tokens["position"][first_tokens(decoded)].tolist()
+    return [[prompt, prefill_seconds(spec, machine, prompt)] for prompt in prompts]
+
+
 def _replay(
-    plan: Plan, trace: Trace, costs: LayerCosts, load: Load, spans: bool, predictor: Predictor, lag: bool, queued: bool
+    plan: Plan, trace: Trace, costs: LayerCosts, load: Load, spans: bool, predictor: Predictor, lag: bool, apart: bool
 ) -> tuple[Log, float]:
     policy, spec = plan.policy, plan.spec
     rules = Rules(
@@ -70,7 +84,8 @@ def _replay(
         exact=plan.activation == "exact",
         moves=policy.moves or plan.activation == "predicted",
         clairvoyant=policy.clairvoyant,
-        merge_in_queue=queued,
+        merge_in_queue=plan.issue != "gather" and not apart,
+        scheduler_thread=apart,
     )
     memory = Memory(
         resident=plan.placement.resident.copy(),
