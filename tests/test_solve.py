@@ -620,7 +620,10 @@ def test_a_relu_trace_makes_no_plan_for_a_silu_model():
     ("asked", "message"),
     [
         ({"solver": "glpk"}, "solver 'glpk' is not one of greedy, ilp"),
-        ({"cache": "mru"}, "cache 'mru' is not one of belady, hot_predicted, lfu, lru, random, s3fifo, static, time_saved"),
+        (
+            {"cache": "mru"},
+            "cache 'mru' is not one of belady, hot_predicted, lfu, lru, random, s3fifo, static, time_saved",
+        ),
         ({"cache_parameters": {"lam": 0.1}}, "hot_predicted: lam is 0.1; it must be at least 0.5"),
         ({"lookahead": 4}, "lookahead is 4; it must be between 0 and 3 layers"),
         ({"lookahead": -1}, "lookahead is -1; it must be between 0 and 3 layers"),
