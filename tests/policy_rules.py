@@ -1,5 +1,7 @@
 """Cache policies in plain Python, on sets of ids: what each compiled step must answer."""
 
+import math
+
 import numpy as np
 
 from dinfer.policies.protocol import FREE
@@ -126,7 +128,7 @@ class NaiveTimeSaved:
         more = len(self.fetched & active) - len(self.evicted & active)
         self.swaps = int(self.swaps * 0.97 + len(self.fetched) * 1024.0)
         self.uses = int(self.uses * 0.97 + more * 1024.0)
-        return self.uses / max(self.swaps, 1.0)
+        return self.uses / max(self.swaps, 1.0) - 1.0 / math.sqrt(max(self.swaps / 1024.0, 1.0))
 
     def room(self, slots, hits, misses, window):
         """Copies that are hidden with and without a part of the CPU, and seconds that each costs."""
@@ -157,7 +159,8 @@ class NaiveTimeSaved:
         misses = len(active - resident)
         some, every, cost = self.room(len(resident), len(active & resident), misses, window)
         unit = self.clock / self.horizon
-        now, margin = int(unit + 0.5), int(min(cost / saved * unit + 0.5, 255.0))
+        ahead = max(1.0, min(uses / max(1.0 - uses, 0.01), self.horizon)) if trailing else 1.0
+        now, margin = int(ahead * unit + 0.5), int(min(cost / saved * unit + 0.5, 255.0))
         value = {
             i: min(min(f + now * (i in active), 255) + margin * (i in resident), 255)
             for i, f in self.count.items()

@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FIELDS = ["name", "setting", "median", "low", "high", "unit", "against", "ratio"]
 SMALL = ["--quick", "--dtype", "bfloat16", "--hidden", "256", "--neurons", "512", "--gib", "0.01"]
 SHORT = ["--quick", "--layers", "2", "--neurons", "200", "--tokens", "8"]
-TINY = {"kernels.py": SMALL, "replay.py": SHORT}
+TINY = {"kernels.py": SMALL, "policies.py": ["--quick"], "replay.py": SHORT}
 
 
 def run(script: str, output: str) -> tuple[str, str]:

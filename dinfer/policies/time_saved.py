@@ -63,7 +63,8 @@ FETCHED, EVICTED, CLOCK, SWAPS, USES, LAYER, ROWS = range(COUNT_BITS, COUNT_BITS
 
 @plain
 def _judge(state, predicted):
-    # uses a token that a swap brings: how many more of the fetched than of the evicted are predicted now
+    # uses a token that a swap brings: how many more of the fetched than of the evicted are predicted now; the
+    # mean, less what it is uncertain by
     fetched, more = np.uint64(0), np.int64(0)
     for i in range(predicted.size):
         fetched += popcount(state[FETCHED, i])
@@ -72,7 +73,7 @@ def _judge(state, predicted):
     swaps = np.float64(state[SWAPS, 0]) * DECAY + np.float64(fetched) * SCALE
     uses = np.float64(np.int64(state[USES, 0])) * DECAY + np.float64(more) * SCALE
     state[SWAPS, 0], state[USES, 0] = np.uint64(swaps), np.uint64(np.int64(uses))
-    return uses / max(swaps, 1.0)
+    return uses / max(swaps, 1.0) - 1.0 / np.sqrt(max(swaps / SCALE, 1.0))
 
 
 @plain
@@ -104,12 +105,20 @@ def _room(parameters, state, resident, predicted, window):
 
 
 @plain
-def _fill_values(state, predicted, resident, unit, cost_uses, values, scratch):
-    # worth in counts, a use now being ``unit`` of them; what is resident is worth more by what a copy costs
+def _uses_of_predicted(parameters, uses):
+    # a prediction in time says one use; one that trails says as many in a row as past swaps let expect
+    if parameters[TRAILING] == 0.0:
+        return 1.0
+    return max(1.0, min(uses / max(1.0 - uses, 0.01), parameters[HORIZON]))
+
+
+@plain
+def _fill_values(state, predicted, resident, unit, now_uses, cost_uses, values, scratch):
+    # worth in counts, a use being ``unit`` of them; what is resident is worth more by what a copy costs
     for b in range(VALUE_BITS):
         for i in range(predicted.size):
             values[b, i] = state[b, i] if b < COUNT_BITS else np.uint64(0)
-    add_constant(values, VALUE_BITS, np.int64(unit + 0.5), predicted, scratch)
+    add_constant(values, VALUE_BITS, np.int64(now_uses * unit + 0.5), predicted, scratch)
     add_constant(values, VALUE_BITS, np.int64(min(cost_uses * unit + 0.5, 255.0)), resident, scratch)
 
 
@@ -159,7 +168,8 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     uses = _judge(state, predicted)
     some, every, cost = _room(parameters, state, resident, predicted, window)
     unit = np.float64(state[CLOCK, 0]) / parameters[HORIZON]
-    _fill_values(state, predicted, resident, unit, cost / parameters[SAVED], values, inside)
+    now_uses = _uses_of_predicted(parameters, uses)
+    _fill_values(state, predicted, resident, unit, now_uses, cost / parameters[SAVED], values, inside)
     for i in range(words):
         inside[i], outside[i] = resident[i], ~resident[i]
     n = count_gainful(values, VALUE_BITS, outside, inside)
@@ -179,13 +189,13 @@ class TimeSaved:
     Swaps what gains most, while one gains more CPU seconds than its copy costs and the copies stay hidden
     behind the layer before. H is ``horizon`` tokens where predictions come in time: what was let go can be
     fetched again before its next use, so that holding counts little. It is ``trailing`` where predictions are
-    of the token before and only holding helps. Each swap is judged by the next token's prediction, also those
-    that were proposed and not made; while the expected gain of a layer's swaps is below their cost none is
-    made.
+    of the token before and only holding helps; a then counts as many uses in a row as past swaps let expect.
+    Each swap is judged by the next token's prediction, also those that were proposed and not made; while the
+    expected gain of a layer's swaps, less a standard error, is below their cost none is made.
     """
 
     horizon: float = 2.0
-    trailing: float = 16.0
+    trailing: float = 12.0
     name: ClassVar[str] = "time_saved"
     moves: ClassVar[bool] = True
     clairvoyant: ClassVar[bool] = False
