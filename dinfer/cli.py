@@ -344,6 +344,62 @@ def simulate(
     print_run(run_summary(run, read), output)
 
 
+@app.command(epilog="Example: dinfer sweep out/trace --machine pc-high --vram 6GiB-24GiB+1GiB --jobs 2 -o csv")
+def sweep(
+    trace: TraceArgument,
+    machine: MachineName,
+    vram: Annotated[str, typer.Option(help="budgets: 6GiB-24GiB+1GiB is a range and its step")],
+    system: Annotated[
+        str, typer.Option(help="systems, with commas")
+    ] = "transformers,llama.cpp,powerinfer,dynamicinfer,oracle",
+    context: Annotated[int, typer.Option(help="tokens that the KV cache holds")] = 512,
+    recall: Annotated[float, typer.Option(help="of the predictor, which costs nothing when perfect")] = 1.0,
+    precision: Annotated[float, typer.Option(help="of the predictor")] = 1.0,
+    jobs: Annotated[int, typer.Option(help="processes")] = 1,
+    dask: Annotated[str | None, typer.Option(help="address of a Dask scheduler", show_default=False)] = None,
+    sequences: Sequences = None,
+    output: Form = None,
+) -> None:
+    """Replay a trace on each system for each budget of GPU memory."""
+    from dinfer.machine import load_machine
+    from dinfer.report import print_table, progress
+    from dinfer.sweep import Job, offline_profile, parse_grid
+    from dinfer.sweep import sweep as sweep_grid
+    from dinfer.systems import PREDICTOR_SHARE, predict
+    from dinfer.trace import Trace
+
+    used = selected(Trace.load(trace), sequences)
+    poor = recall < 1 or precision < 1
+    job = Job(
+        used, load_machine(machine), context, offline_profile(used),
+        predict(used, recall, precision, PREDICTOR_SHARE) if poor else None,
+    )  # fmt: skip
+    names = [name.strip() for name in system.split(",") if name.strip()]
+    with progress("sweeping", "cells") as at:
+        frame = sweep_grid(job, parse_grid(vram), names, jobs, dask, at)
+    print_table(frame, output, title=f"{used.spec.name} on {job.machine.name}")
+
+
+@app.command(epilog="Example: dinfer reproduce -o json")
+def reproduce(
+    tokens: Annotated[int, typer.Option(help="decode tokens simulated of each model")] = 256,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="fit the constants anew and print them")] = False,
+    output: Form = None,
+) -> None:
+    """The paper's tables, ours beside them, with the error."""
+    from dinfer import reproduce as tables
+    from dinfer.report import print_tables, progress
+
+    if calibrate:
+        print(tables.constants_toml(tables.calibrate(tokens=tokens)), end="")
+        return
+    with progress("reproducing", "tables") as at:
+        made = tables.reproduce(tokens, tell=at)
+    print_tables(made, output, tables.TITLES)
+    for line in tables.UNEXPLAINED:
+        _note(line)
+
+
 @app.command(epilog='Example: dinfer run out/plan.json --model smollm2 --device cpu --prompt "Why is the sky blue?"')
 def run(
     plan: Annotated[Path, typer.Argument(help="plan file", show_default=False)],

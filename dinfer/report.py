@@ -64,6 +64,24 @@ def print_table(frame: pd.DataFrame, form: str | None = None, title: str = "") -
     sys.stdout.write(heading + format_table(frame, form or "md"))
 
 
+def print_tables(
+    tables: Mapping[str, list[dict[str, Any]]], form: str | None = None, titles: Mapping[str, str] | None = None
+) -> None:
+    """Print several tables: JSON is one object of lists, CSV one table whose first column names the table."""
+    if form == "json":
+        plain = {name: [_plain(row) for row in rows] for name, rows in tables.items()}
+        sys.stdout.write(json.dumps(plain, indent=1) + "\n")
+    elif form == "csv":
+        rows = [{"table": name, **row} for name, part in tables.items() for row in part]
+        sys.stdout.write(format_table(pd.DataFrame(rows), "csv"))
+    else:
+        for name, part in tables.items():
+            title = (titles or {}).get(name, name)
+            if form == "md" or not sys.stdout.isatty():
+                sys.stdout.write(f"\n### {title}\n\n")
+            print_table(pd.DataFrame(part), form, title)
+
+
 def rich_table(frame: pd.DataFrame, title: str = "") -> "Table":
     """``frame`` as a rich table, numbers to the right, rounded for reading; columns without any value are left out."""
     from rich import box
@@ -123,6 +141,7 @@ def run_summary(run: Run, plan: Plan) -> dict[str, Any]:
     ``gpu_share`` and ``cpu_share`` are of the active neurons, ``gpu_device`` and ``cpu_device`` who computed them.
     ``gigabytes_per_second`` are the weight bytes that the plan's steps read, over the whole time: attention, head,
     what is examined of every neuron and the rest of the active ones. ``fetched`` and ``wasted`` are neurons a token.
+    ``prefill_seconds`` are of all prompts together, predicted or measured; no other figure counts them.
     """
     timeline = run.timeline
     tokens = max(timeline.tokens, 1)
@@ -136,6 +155,8 @@ def run_summary(run: Run, plan: Plan) -> dict[str, Any]:
         "tokens": timeline.tokens,
         "seconds": timeline.seconds,
         "tokens_per_second": timeline.tokens_per_second,
+        "prompt_tokens": sum(tokens for tokens, _ in timeline.meta.get("prefills", ())),
+        "prefill_seconds": sum(seconds for _, seconds in timeline.meta.get("prefills", ())),
         "gigabytes_per_second": touched_bytes(plan, run) / timeline.seconds / 1e9 if timeline.seconds > 0 else 0.0,
         "gpu_device": timeline.meta.get("device", plan.machine.gpu.name),
         "gpu_share": run.gpu_share,
@@ -187,6 +208,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
         f"  neurons fetched a token: {summary['fetched']:.0f}, of which {summary['wasted']:.0f} in vain",
         f"  ms a token: {steps}",
     ]
+    if summary["prompt_tokens"]:
+        lines.append(f"  before: {summary['prompt_tokens']} prompt tokens in {summary['prefill_seconds']:.2f} s")
     return lines
 
 

@@ -24,7 +24,7 @@ from dinfer.trace import Trace
 
 REPOSITORY = Path(__file__).parents[1]
 COMMANDS = (
-    "machines models fetch record synth stats plan simulate run compare profile demo doctor".split()
+    "machines models fetch record synth stats plan simulate sweep reproduce run compare profile demo doctor".split()
 )
 PROMPTS = [f"{word} is what number {i}" for i, word in enumerate("zero one two three four five six seven".split())]
 
@@ -330,7 +330,8 @@ def damaged_machine(work):
 
 
 def unknown_cache(work):
-    return plan_command(work, "--cache", "best"), "cache 'best' is not one of belady, hot_predicted, lru, static"
+    known = "belady, hot_predicted, lfu, lru, random, s3fifo, static, time_saved"
+    return plan_command(work, "--cache", "best"), f"cache 'best' is not one of {known}"
 
 
 def odd_lookahead(work):

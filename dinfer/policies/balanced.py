@@ -1,13 +1,14 @@
 """Thresholds of each side: fixed, or balanced within the static threshold's error (DynamicInfer, method 3).
 
-The paper lowers theta_g (the GPU computes resident neurons that were not predicted) and raises theta_c (the CPU drops
-predicted ones of the least score) while Err(theta_g, theta_c) <= Err(theta) and the slower side gets faster. Its
-error model is one of Bernoulli errors of average size: what a skipped neuron costs is its probability of being active.
+The paper lowers theta_g (the GPU computes resident neurons that were not predicted) and raises theta_c (the
+CPU drops predicted ones of the least score) while Err(theta_g, theta_c) <= Err(theta) and the slower side
+gets faster. Its error model is one of Bernoulli errors of average size: what a skipped neuron costs is its
+probability of being active.
 
-Scores are not in a trace's sets, so their distribution is taken from the predictor's quality (ours): scores of
-inactive neurons are normal with mean 0 and variance 1, of active ones normal with mean ``d`` and variance 1, and the
-static threshold is where recall and the share of false positives are the given ones. All is then counts: which
-neurons of a layer are added or dropped does not matter for time or error.
+Scores are not in a trace's sets, so their distribution is taken from the predictor's quality (ours): scores
+of inactive neurons are normal with mean 0 and variance 1, of active ones normal with mean ``d`` and variance
+1, and the static threshold is where recall and the share of false positives are the given ones. All is then
+counts: which neurons of a layer are added or dropped does not matter for time or error.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ def balance(table, costs, hits, spare, misses):
     """Levels (theta_gpu, theta_cpu) of one layer by the believed ``costs``; (0, 0) is the static threshold.
 
     ``table`` [4, levels] of this layer, ``hits`` predicted neurons resident, ``spare`` the other residents,
-    ``misses`` predicted neurons that are not resident. Greedy, as in the paper: theta_gpu goes down by a level,
-    theta_cpu goes up as far as the error allows; stops when max(t_gpu N_gpu, t_cpu N_cpu + t_sync) falls no more.
+    ``misses`` predicted neurons that are not resident. Greedy, as in the paper: theta_gpu goes down by a
+    level, theta_cpu goes up as far as the error allows; stops when max(t_gpu N_gpu, t_cpu N_cpu + t_sync)
+    falls no more.
     """
     low, high = 0, 0
     best = _slower(table, costs, hits, spare, misses, 0, 0)
@@ -38,7 +40,7 @@ def balance(table, costs, hits, spare, misses):
         seconds = _slower(table, costs, hits, spare, misses, level, up)
         if seconds < best:
             best, low, high = seconds, level, up
-        elif up > high:
+        elif seconds > best:  # the GPU is the slower side now, and only gets slower
             break
     return low, high
 
@@ -58,7 +60,11 @@ def dropped_neurons(table, high, misses):
 @njit
 def _slower(table, costs, hits, spare, misses, low, high):
     on_gpu, on_cpu = hits + added_neurons(table, low, spare), misses - dropped_neurons(table, high, misses)
-    cpu = costs.cpu_fixed_seconds + on_cpu * costs.cpu_neuron_seconds + costs.merge_seconds if on_cpu > 0 else 0.0
+    cpu = (
+        costs.cpu_fixed_seconds + on_cpu * costs.cpu_neuron_seconds + costs.merge_seconds
+        if on_cpu > 0
+        else 0.0
+    )
     return max(costs.gpu_fixed_seconds + on_gpu * costs.gpu_neuron_seconds, cpu)
 
 
@@ -76,7 +82,8 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Balanced:
-    """Load-aware thresholds; ``levels`` of ``width`` (in the scores' standard deviations) each way. Both ours."""
+    """Load-aware thresholds; ``levels`` of ``width`` (in the scores' standard deviations) each way. Both
+    ours."""
 
     levels: int = 24
     width: float = 0.125
@@ -85,21 +92,26 @@ class Balanced:
 
     def __post_init__(self) -> None:
         if self.levels < 1 or not self.width > 0:
-            raise InputError(f"balanced: levels {self.levels} must be at least 1 and width {self.width} positive")
+            raise InputError(
+                f"balanced: levels {self.levels} must be at least 1 and width {self.width} positive"
+            )
 
     def init(self, recall: np.ndarray, false: np.ndarray, density: np.ndarray) -> np.ndarray:
-        """Tables float64 [layer, 4, levels + 1] of a predictor's ``recall``, ``false`` positive share and ``density``.
+        """Tables float64 [layer, 4, levels + 1] of a predictor's ``recall``, ``false`` positive share and
+        ``density``.
 
-        Rows: ADDED, RECOVERED are the share of the neurons not predicted that a level takes in, and the probability
-        of being active that they hold; DROPPED, LOST the same of the predicted ones that it leaves out. Raises
-        InputError for values outside 0 to 1.
+        Rows: ADDED, RECOVERED are the share of the neurons not predicted that a level takes in, and the
+        probability of being active that they hold; DROPPED, LOST the same of the predicted ones that it
+        leaves out. Raises InputError for values outside 0 to 1.
         """
         from scipy.special import ndtr, ndtri
 
         recall, false, density = (np.asarray(v, float)[:, None] for v in (recall, false, density))
         for name, values in (("recall", recall), ("false", false), ("density", density)):
             if not ((values > 0) & (values < 1)).all():
-                raise InputError(f"balanced: {name} is {values.ravel().tolist()}; each must be between 0 and 1")
+                raise InputError(
+                    f"balanced: {name} is {values.ravel().tolist()}; each must be between 0 and 1"
+                )
         threshold = -ndtri(false)
         apart = threshold + ndtri(recall)
         move = np.arange(self.levels + 1) * self.width
@@ -112,5 +124,6 @@ class Balanced:
         dropped, lost = mass(threshold + 0 * move, threshold + move)
         predicted = density * recall + (1 - density) * false
         return np.stack(
-            [added / (1 - predicted), recovered / (1 - predicted), dropped / predicted, lost / predicted], axis=1
+            [added / (1 - predicted), recovered / (1 - predicted), dropped / predicted, lost / predicted],
+            axis=1,
         )

@@ -113,8 +113,6 @@ def prefetch(ops, costs, layer, n, after):
 @plain
 def balanced(believed, memory, layer, computed):
     """Neurons that the GPU adds and the CPU drops by the thresholds, and how many of each are active (expected)."""
-    if memory.thresholds.shape[2] == 0:
-        return 0, 0, 0, 0
     table = memory.thresholds[layer]
     hits, misses = count_split(computed, memory.resident[layer])
     spare = memory.slots[layer] - hits
@@ -192,7 +190,9 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
         else:
             memory.ready[layer] = NONE
         computed = active[layer] if rules.exact else predicted[layer]
-        added, dropped, found, lost = balanced(believed, memory, layer, computed)
+        added, dropped, found, lost = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+        if memory.thresholds.shape[2] > 0:
+            added, dropped, found, lost = balanced(believed, memory, layer, computed)
         before, on_gpu, on_cpu = ffn(ops, costs, rules, memory, layer, computed, added, dropped, here)
         if not rules.exact:  # of what was computed
             on_gpu, on_cpu = count_active(active[layer], computed, memory.resident[layer])

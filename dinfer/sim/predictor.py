@@ -1,8 +1,9 @@
 """A predictor by its quality: predicted sets of given recall and precision, drawn from the true ones.
 
-What PowerInfer and DynamicInfer compute is the predicted set. A neuron that is active is predicted with probability
-``recall``; one that is not with the probability that gives ``precision`` at the layer's density. Each is drawn by
-itself: that a predictor errs alike from token to token, or most where a neuron is often active, is not modelled.
+What PowerInfer and DynamicInfer compute is the predicted set. A neuron that is active is predicted with
+probability ``recall``; one that is not with the probability that gives ``precision`` at the layer's density.
+Each is drawn by itself: that a predictor errs alike from token to token, or most where a neuron is often
+active, is not modelled.
 """
 
 from typing import NamedTuple
@@ -25,8 +26,9 @@ _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 class Predictor(NamedTuple):
     """What a replay takes from a predictor.
 
-    ``predictions`` uint64 [decode token, layer, words]; ``rank`` of its two matrices, which say what it costs;
-    ``thresholds`` float64 [layer, 4, levels], a threshold policy's tables (policies.balanced), no levels: fixed.
+    ``predictions`` uint64 [decode token, layer, words]; ``rank`` of its two matrices, which say what it
+    costs; ``thresholds`` float64 [layer, 4, levels], a threshold policy's tables (policies.balanced), no
+    levels: fixed.
     """
 
     predictions: np.ndarray
@@ -39,9 +41,10 @@ def with_predictor(
 ) -> np.ndarray:
     """Predicted sets of every token of ``trace``: uint64 [token, layer, words].
 
-    ``recall`` and ``precision`` are of each layer, or one for all. A set depends on the seed, the token's sequence
-    and position, the layer's density in ``trace`` and the true set alone. Raises InputError for values outside 0 to
-    1, or for a precision that would take more false positives than there are inactive neurons.
+    ``recall`` and ``precision`` are of each layer, or one for all. A set depends on the seed, the token's
+    sequence and position, the layer's density in ``trace`` and the true set alone. Raises InputError for
+    values outside 0 to 1, or for a precision that would take more false positives than there are inactive
+    neurons.
     """
     layers = trace.spec.layers
     recalls = _of_each_layer("recall", recall, layers)
@@ -51,8 +54,8 @@ def with_predictor(
         found = recalls[layer] * trace.density[layer]
         least = found / (found + 1 - trace.density[layer])
         raise InputError(
-            f"precision {np.broadcast_to(precision, layers)[layer]:g} at recall {recalls[layer]:g} predicts more "
-            f"neurons of layer {layer} than there are; give at least {least:.3f}"
+            f"precision {np.broadcast_to(precision, layers)[layer]:g} at recall {recalls[layer]:g} predicts "
+            f"more neurons of layer {layer} than there are; give at least {least:.3f}"
         )
     keys = _token_keys(trace, seed)
     predicted = np.empty(trace.active.shape, np.uint64)
@@ -71,14 +74,17 @@ def false_chance(recall: np.ndarray, precision: np.ndarray, density: np.ndarray)
 
 
 def implied_precision(recall: float, density: float, predicted: float) -> float:
-    """Precision of a predictor that asks for the share ``predicted`` where ``density`` is active (models.md)."""
+    """Precision of a predictor that asks for the share ``predicted`` where ``density`` is active
+    (models.md)."""
     return recall * density / predicted
 
 
 def predictor_rank(spec: ModelSpec, share: float) -> int:
-    """Rank at which the predictors of all layers (hidden x rank x neurons, fp16) take ``share`` of the model's bytes.
+    """Rank at which the predictors of all layers (hidden x rank x neurons, fp16) take ``share`` of the
+    model's bytes.
 
-    PowerInfer publishes 4.88 to 8.68% of the parameters. With int4 weights the predictor counts as quantised too.
+    PowerInfer publishes 4.88 to 8.68% of the parameters. With int4 weights the predictor counts as quantised
+    too.
     """
     whole = spec.ffn_bytes + spec.dense_bytes
     return round(share * whole / (spec.layers * 2 * (spec.hidden + spec.neurons)))
@@ -92,7 +98,9 @@ def predictor_bytes(spec: ModelSpec, rank: int) -> int:
 def _of_each_layer(name: str, value: float | np.ndarray, layers: int) -> np.ndarray:
     values = np.asarray(value, float)
     if values.ndim and values.shape != (layers,):
-        raise InputError(f"{name} has shape {values.shape}; it must be one number or {layers}, one for each layer")
+        raise InputError(
+            f"{name} has shape {values.shape}; it must be one number or {layers}, one for each layer"
+        )
     if not ((values > 0) & (values <= 1)).all():
         raise InputError(f"{name} is {value}; it must be above 0 and at most 1")
     return np.broadcast_to(values, layers).astype(float)
@@ -128,7 +136,7 @@ def _fill_keys(seed, sequence, position, keys):
 
 @njit(inline="always")
 def _draws(digits, key):
-    # 64 draws of probability digits / 2 ** BITS: random digits are compared from the first on until all are decided
+    # 64 draws of probability digits / 2 ** BITS: random digits are compared until all are decided
     if digits >> np.uint64(BITS):
         return _ALL
     drawn, open_ = np.uint64(0), _ALL
@@ -145,7 +153,13 @@ def _draws(digits, key):
 
 
 @njit(
-    types.void(types.uint64[:, :, ::1], types.uint64[::1], types.uint64[:, ::1], types.uint64, types.uint64[:, :, ::1]),
+    types.void(
+        types.uint64[:, :, ::1],
+        types.uint64[::1],
+        types.uint64[:, ::1],
+        types.uint64,
+        types.uint64[:, :, ::1],
+    ),
     cache=True,
     nogil=True,
 )

@@ -97,14 +97,14 @@ def _replay(
         thresholds=_tables(plan, predictor),
     )
     log = _empty_log(plan, trace, spans)
-    active = np.ascontiguousarray(trace.active)
+    active, predictions = (np.require(a, np.uint64, ["C", "W"]) for a in (trace.active, predictor.predictions))
     positions = trace.tokens["position"].to_numpy(np.int64, copy=True)
     start = np.zeros(1)
     token = np.zeros(1, np.int32)
     while token[0] < len(trace):
         token[0] = replay(
             policy.step, empty_ops(OPS_PER_LAYER * spec.layers + 1), costs, plan.costs, Rules(*map(int, rules)),
-            memory, log, load, active, predictor.predictions, first_tokens(trace), positions, start, token,
+            memory, log, load, active, predictions, first_tokens(trace), positions, start, token,
         )  # fmt: skip
         if token[0] < len(trace):
             log = log._replace(fetch=_doubled(log.fetch), evict=_doubled(log.evict))
