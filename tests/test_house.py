@@ -269,7 +269,7 @@ def test_no_file_names_the_machine_it_was_written_on():
 
 
 def test_a_local_name_is_found(tmp_path):
-    (tmp_path / "kept").write_text("out/work/a, ./work/b, /workshop")
+    (tmp_path / "kept").write_text("out/{0}/a, ./{0}/b, /{0}shop".format("work"))
     (tmp_path / "folder").write_bytes(b"see /wo" + b"rk/main")
     (tmp_path / "host").write_bytes(b"https://py" + b"pi.org/simple")
     paths = sorted(tmp_path.iterdir())
