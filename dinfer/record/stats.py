@@ -174,7 +174,7 @@ PANELS = {
         "jaccard_adjacent": "adjacent tokens",
         "jaccard_hot": "hot sets of sequences",
     },
-    "residual cosine": {f"cosine_{lag}": f"{lag} layers apart" for lag in LAGS},
+    "residual cosine": {f"cosine_{lag}": f"{lag} layer{'s' * (lag > 1)} apart" for lag in LAGS},
 }
 """Axis label -> column -> legend, of each panel of the figure."""
 
@@ -202,6 +202,6 @@ def _panel(axes: "Axes", frame: pd.DataFrame, label: str, columns: dict[str, str
     axes.set_ylim(min(0.0, lowest) if lowest == lowest else 0.0, 1.0)
     axes.grid(alpha=0.3)
     if axes.lines:
-        axes.legend(framealpha=0.85, edgecolor="none")  # stays legible where it covers a line
+        axes.legend(loc="lower right", ncols=2, fontsize="small", framealpha=0.85, edgecolor="none")
     else:
         axes.text(0.5, 0.5, "not recorded", ha="center", transform=axes.transAxes)
