@@ -308,7 +308,11 @@ def load_model(name: str) -> ModelSpec:
     """
     config = Path(name) / "config.json"
     if config.is_file():
-        return ModelSpec.from_config(json.loads(config.read_text()), name=Path(name).resolve().name)
+        try:
+            values = json.loads(config.read_text())
+        except ValueError as error:
+            raise InputError(f"{config} is not JSON ({error})") from None
+        return ModelSpec.from_config(values, name=Path(name).resolve().name)
     models = catalogue_models()
     if name not in models:
         raise InputError(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dinfer import bits
 from dinfer.errors import InputError
 from dinfer.exec import Session, execute
-from dinfer.exec.bank import check_bank
+from dinfer.exec.bank import Bank
 from dinfer.exec.execute import sample
 from dinfer.exec.link import EmulatedLink
 from dinfer.families import open_checkpoint
@@ -41,6 +41,14 @@ def make_plan(directory, slots, dtype="float32", **changes) -> Plan:
     placement = Placement.hottest(frequency, np.broadcast_to(slots, spec.layers))
     default = {"machine": machine(), "vram_bytes": 2**40, "context": 128}
     return Plan(spec=spec, placement=placement, frequency=frequency, **{**default, **changes})
+
+
+def check_bank(bank: Bank) -> None:
+    """Slots, buckets and the resident set tell the same."""
+    for layer, bucket in enumerate(bank.bucket):
+        assert np.array_equal(np.sort(bucket), bits.ids(bank.resident[layer], bank.neurons))
+        assert np.array_equal(bank.slot_of[layer, bucket], np.arange(len(bucket)))
+        assert torch.equal(bank.slots[layer].cpu(), bank.host[layer][torch.from_numpy(bucket).long()])
 
 
 def splits(neurons: int, layers: int):
@@ -252,6 +260,12 @@ def test_bad_input_is_refused_at_the_door(tiny_models, relu_trace):
         execute(replace(plan, cache={"name": "belady"}), relu, [1], device="cpu")
     with refuses("activation 'predicted' needs predictions; run with --replay TRACE or plan with --activation exact"):
         execute(replace(plan, activation="predicted"), relu, [1], device="cpu")
+    with refuses("tokens is 0; it must be at least 1"):
+        execute(plan, relu, [1], device="cpu", max_tokens=0)
+    with refuses("temperature is -1; it must be at least 0 (0 is greedy)"):
+        execute(plan, relu, [1], device="cpu", temperature=-1)
+    with refuses("top_p is 0; it must lie above 0 and be at most 1"):
+        execute(plan, relu, [1], device="cpu", top_p=0)
     with refuses("the trace has no decode token to replay; record with --tokens 1 or more"):
         execute(plan, relu, replay=relu_trace.phase("prefill"), device="cpu")
 

@@ -1,6 +1,7 @@
 """Shapes: exact parameters and bytes, against published figures and transformers' own models."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -415,3 +416,9 @@ def test_load_model_reads_a_directory_before_the_catalogue(tmp_path: Any) -> Non
     transformers.OPTConfig().save_pretrained(tmp_path / "mine")
     assert load_model(str(tmp_path / "mine")).name == "mine"
     assert load_model("opt-13b") == MODELS["opt-13b"]
+
+
+def test_a_config_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config\.json is not JSON \(Expecting property name"):
+        load_model(str(tmp_path))

@@ -466,7 +466,7 @@ def test_the_window_is_between_nothing_and_all():
 def test_the_sized_window_counts_the_sets():
     costs = NO_COSTS._replace(prefetch_neuron_seconds=0.3, cpu_neuron_seconds=0.1)
     resident, predicted = as_words(range(100), 1000), as_words(range(90, 120), 1000)
-    assert sized_window(costs, 0, resident, predicted, 1000) == 5
+    assert sized_window(costs, 0, resident, predicted, 100, 1000) == 5
 
 
 # words

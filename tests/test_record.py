@@ -1,6 +1,7 @@
 """Recordings of tiny models against float64 arithmetic and against transformers' own generation."""
 
 import json
+import re
 import tracemalloc
 
 import numpy as np
@@ -377,3 +378,10 @@ def test_the_real_model_through_its_chat_template(smollm2, tmp_path):
     assert 1 < cost["perplexity_sparse"] / cost["perplexity_dense"] < 1.25
     assert abs(cost["sparsity"] - 0.6) < 0.03
     assert trace.tokens["id"].iloc[0] == 1  # <|im_start|>
+
+
+def test_prompts_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes(b"ok\n\x89PNG")
+    message = f"prompts {tmp_path / 'prompts.txt'} is no UTF-8 text (byte 3); give JSON lines or text"
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        read_prompts(tmp_path / "prompts.txt")

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from numba import njit
 
-from dinfer import bits
 from dinfer.errors import InputError
 from dinfer.families import TORCH_DTYPES, Checkpoint
 from dinfer.placement import Placement
@@ -95,14 +94,6 @@ def fill_bank(checkpoint: Checkpoint, placement: Placement, dtype: str, device: 
         up_bias=torch.stack(up_biases) if up_biases else None,
         down_bias=torch.stack(down_biases) if down_biases else None,
     )
-
-
-def check_bank(bank: Bank) -> None:
-    """Raise AssertionError unless slots, buckets and the resident set tell the same (a debugging aid of the tests)."""
-    for layer, bucket in enumerate(bank.bucket):
-        assert np.array_equal(np.sort(bucket), bits.ids(bank.resident[layer], bank.neurons))
-        assert np.array_equal(bank.slot_of[layer, bucket], np.arange(len(bucket)))
-        assert torch.equal(bank.slots[layer].cpu(), bank.host[layer][torch.from_numpy(bucket).long()])
 
 
 def _host_slab(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) -> torch.Tensor:

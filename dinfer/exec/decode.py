@@ -126,7 +126,8 @@ def schedule(run: Running, layer: int) -> None:
     predicted, future = predict(run, token, layer)
     resident, window = run.bank.resident[layer], run.plan.window
     if window is None:
-        window = sized_window(run.costs, run.plan.lookahead, resident, predicted, run.bank.neurons)
+        slots, neurons = len(run.bank.bucket[layer]), run.bank.neurons
+        window = sized_window(run.costs, run.plan.lookahead, resident, predicted, slots, neurons)
     n = run.policy.step(  # type: ignore[operator]
         run.parameters, run.state[layer], resident, predicted, future, window, run.fetch, run.evict
     )

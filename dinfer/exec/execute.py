@@ -108,6 +108,7 @@ class Session:
 
         ``on_text`` gets each new piece of text, ``on_logits`` the logits [vocab] that each token was chosen from.
         """
+        _check_sampling(max_tokens, temperature, top_p)
         policy = self.plan.policy
         if policy.clairvoyant or self.plan.prediction == "oracle" and policy.moves:
             raise InputError(
@@ -292,6 +293,15 @@ def sample(logits: torch.Tensor, temperature: float, top_p: float, generator: to
     ordered, order = probabilities.sort(descending=True)
     ordered[ordered.cumsum(0) - ordered > top_p] = 0
     return int(order[torch.multinomial(ordered, 1, generator=generator)])
+
+
+def _check_sampling(max_tokens: int, temperature: float, top_p: float) -> None:
+    if max_tokens < 1:
+        raise InputError(f"tokens is {max_tokens}; it must be at least 1")
+    if not temperature >= 0:
+        raise InputError(f"temperature is {temperature:g}; it must be at least 0 (0 is greedy)")
+    if not 0 < top_p <= 1:
+        raise InputError(f"top_p is {top_p:g}; it must lie above 0 and be at most 1")
 
 
 def open_device(device: str) -> torch.device:

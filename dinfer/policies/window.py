@@ -3,7 +3,7 @@
 from numba import njit, types
 
 from dinfer.machine import LayerCosts
-from dinfer.policies.words import count, count_split
+from dinfer.policies.words import count_split
 
 COSTS = types.NamedUniTuple(types.float64, len(LayerCosts._fields), LayerCosts)
 
@@ -43,10 +43,8 @@ def window_neurons(costs, lookahead, slots, neurons, hits, misses):
     return types.int64(min(max(most, 0.0), float(neurons)))
 
 
-@njit(
-    types.int64(COSTS, types.int64, types.uint64[::1], types.uint64[::1], types.int64), cache=True
-)
-def sized_window(costs, lookahead, resident, predicted, neurons):
-    """``window_neurons`` of one layer's sets ``resident`` and ``predicted`` [words]."""
+@njit(types.int64(COSTS, types.int64, types.uint64[::1], types.uint64[::1], types.int64, types.int64), cache=True)
+def sized_window(costs, lookahead, resident, predicted, slots, neurons):
+    """``window_neurons`` of one layer's sets ``resident`` (``slots`` members) and ``predicted`` [words]."""
     hits, misses = count_split(predicted, resident)
-    return window_neurons(costs, lookahead, count(resident), neurons, hits, misses)
+    return window_neurons(costs, lookahead, slots, neurons, hits, misses)

@@ -113,7 +113,11 @@ def read_prompts(file: str | Path) -> list[str]:
     path = Path(file)
     if not path.is_file():
         raise InputError(f"prompts {path} is no file; give JSON lines with a field prompt")
-    numbered = [(n, line) for n, line in enumerate(path.read_text("utf-8").splitlines(), 1) if line.strip()]
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"prompts {path} is no UTF-8 text (byte {error.start}); give JSON lines or text") from None
+    numbered = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
     json_lines = path.suffix == ".jsonl"
     lines = [_json_prompt(path, n, line) if json_lines else line for n, line in numbered]
     if not lines:

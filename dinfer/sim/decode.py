@@ -11,7 +11,7 @@ from numba import njit, types
 
 from dinfer.policies.balanced import LOST, RECOVERED, added_neurons, balance, dropped_neurons
 from dinfer.policies.protocol import STEP
-from dinfer.policies.window import COSTS, cpu_seconds, gpu_seconds, window_neurons
+from dinfer.policies.window import COSTS, cpu_seconds, gpu_seconds, sized_window
 from dinfer.policies.words import count_members, count_split, popcount, swap
 from dinfer.sim.engine import CPU, D2H, GPU, H2D, LOAD, NONE, OPS, SCHEDULER, issue, issue_bytes, plain, run
 from dinfer.timeline import STEPS
@@ -64,7 +64,7 @@ class Log(NamedTuple):
     span_bytes: np.ndarray
 
 
-_U1, _U2, _U3 = types.uint64[::1], types.uint64[:, ::1], types.uint64[:, :, ::1]
+_U2, _U3 = types.uint64[:, ::1], types.uint64[:, :, ::1]
 _I4, _F8 = types.int32[::1], types.float64[::1]
 RULES = types.NamedUniTuple(types.int64, len(Rules._fields), Rules)
 MEMORY = types.NamedTuple((_U2, types.int64[::1], _U3, _F8, _I4, _U2, types.float64[:, :, ::1]), Memory)
@@ -88,11 +88,9 @@ def schedule(ops, costs, step, rules, believed, memory, log, layer, predicted, f
     if costs.predict_seconds > 0.0:
         predict = issue(ops, SCHEDULER, PREDICT, layer, costs.predict_seconds, after, NONE)
     op = issue(ops, SCHEDULER, SCHEDULE, layer, costs.schedule_seconds, after, predict)
-    resident, slots = memory.resident[layer], memory.slots[layer]
-    window = rules.window
+    resident, window = memory.resident[layer], rules.window
     if window < 0:
-        hits, misses = count_split(predicted, resident)
-        window = window_neurons(believed, rules.lookahead, slots, rules.neurons, hits, misses)
+        window = sized_window(believed, rules.lookahead, resident, predicted, memory.slots[layer], rules.neurons)
     fetch, evict = log.fetch[log.used[0] :], log.evict[log.used[0] :]
     n = step(memory.parameters, memory.state[layer], resident, predicted, future, window, fetch, evict)
     swap(resident, fetch, evict, n)
