@@ -65,7 +65,7 @@ def record(
     """
     _check_numbers(tokens, max_new_tokens, batch, temperature, top_p)
     refuse_existing(Path(out))
-    texts, prompts_name = _prompts(prompts)
+    texts, prompts_name, domains = _prompts(prompts)
     loaded = load(model_dir, device, dtype)
     checked_thresholds(loaded, sparsity, thresholds)
     encoded = _encode(loaded, texts, max_new_tokens)
@@ -82,6 +82,8 @@ def record(
             sampling=sampling._replace(seed=seed + 1),
         )
         made = _made(loaded, calibration, sampling, prompts_name, recorded, max_new_tokens, batch)
+        if domains:
+            made["domains"] = [domains[i] for i in recorded]
         arrays = ("score", "contribution") * levels + ("hidden",) * hidden
         with TraceWriter(out, loaded.spec, made, arrays) as writer:
             log = _Log(loaded, calibration, arrays)
@@ -110,7 +112,11 @@ def read_prompts(file: str | Path) -> list[str]:
 
     Raises InputError for a missing file, a line without prompt, or no prompt at all.
     """
-    path = Path(file)
+    return [prompt for prompt, _ in _read_prompts(Path(file))]
+
+
+def _read_prompts(path: Path) -> list[tuple[str, str]]:
+    """Prompts with their domains, empty where the file names none."""
     if not path.is_file():
         raise InputError(f"prompts {path} is no file; give JSON lines with a field prompt")
     try:
@@ -119,16 +125,17 @@ def read_prompts(file: str | Path) -> list[str]:
         raise InputError(f"prompts {path} is no UTF-8 text (byte {error.start}); give JSON lines or text") from None
     numbered = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
     json_lines = path.suffix == ".jsonl"
-    lines = [_json_prompt(path, n, line) if json_lines else line for n, line in numbered]
+    lines = [_json_prompt(path, n, line) if json_lines else (line, "") for n, line in numbered]
     if not lines:
         raise InputError(f"prompts {path} has 0 prompts; it needs at least 1")
     return lines
 
 
-def _json_prompt(path: Path, number: int, line: str) -> str:
+def _json_prompt(path: Path, number: int, line: str) -> tuple[str, str]:
     try:
-        return str(json.loads(line)["prompt"])
-    except (ValueError, KeyError, TypeError):
+        read = json.loads(line)
+        return str(read["prompt"]), str(read.get("domain", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise InputError(
             f"prompts {path}, line {number}: {line[:40]!r} is no JSON object with a field prompt"
         ) from None
@@ -154,12 +161,14 @@ def _check_reach(tokens: int, prompts: int, max_new_tokens: int, temperature: fl
         )
 
 
-def _prompts(prompts: Prompts) -> tuple[list[Any], str | None]:
+def _prompts(prompts: Prompts) -> tuple[list[Any], str | None, list[str]]:
+    """The prompts, their file's name and their domains; none where not every prompt of the file has one."""
     if isinstance(prompts, str | Path):
-        return list(read_prompts(prompts)), Path(prompts).name
+        texts, domains = map(list, zip(*_read_prompts(Path(prompts)), strict=True))
+        return texts, Path(prompts).name, domains if all(domains) else []
     if not len(prompts):
         raise InputError("prompts has 0 entries; it needs at least 1")
-    return list(prompts), None
+    return list(prompts), None, []
 
 
 def _split(count: int, seed: int) -> tuple[list[int], list[int]]:

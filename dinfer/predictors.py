@@ -1,0 +1,267 @@
+"""Predictors: a low-rank map a layer, from the residual some layers before to the neurons that will be active.
+
+A trained predictor is a directory; docs/predictor.md is the format. ``record/predictor.py`` trains one.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from dinfer import bits
+from dinfer.errors import InputError
+from dinfer.model import ModelSpec
+from dinfer.trace import Trace
+
+FORMAT = "dinfer-predictor"
+VERSION = 1
+PARTS = ("first", "second", "bias")
+CHUNK = 512
+"""Tokens whose scores are held at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Predictors:
+    """One low-rank predictor a layer, of one model at one lookahead.
+
+    ``first`` float16 [hidden, rank] and ``second`` float16 [rank, neurons] of each layer (ranks differ), ``bias``
+    float16 [neurons]; the logit of activity is ``(h / rms(h)) @ first @ second + bias``, with h the un-normalised
+    residual after attention of layer ``source(layer)``. ``thresholds`` float32 [layer] is the operating point: a
+    neuron is predicted where its probability is at least that (0: always). ``activity`` [layer] are the activity
+    thresholds of the trace that it learnt. ``weights`` and ``trace`` are the fingerprints of what it was trained on,
+    ``quality`` what was measured of it and ``training`` how it was made.
+    """
+
+    spec: ModelSpec
+    lookahead: int
+    first: Sequence[np.ndarray]
+    second: Sequence[np.ndarray]
+    bias: Sequence[np.ndarray]
+    thresholds: np.ndarray
+    activity: tuple[float, ...] = ()
+    weights: str = ""
+    trace: str = ""
+    quality: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        if not 0 <= self.lookahead < spec.layers:
+            raise InputError(f"predictor's lookahead is {self.lookahead}; it must be 0 to {spec.layers - 1} layers")
+        for name in (*PARTS, "thresholds"):
+            if len(getattr(self, name)) != spec.layers:
+                raise InputError(
+                    f"predictor's {name} has {len(getattr(self, name))} layers; it must have {spec.layers}"
+                )
+        for layer, (first, second, bias) in enumerate(zip(self.first, self.second, self.bias, strict=True)):
+            expected = (spec.hidden, second.shape[0]), (first.shape[1], spec.neurons), (spec.neurons,)
+            if (first.shape, second.shape, bias.shape) != expected:
+                raise InputError(
+                    f"predictor of layer {layer} has shapes {first.shape}, {second.shape} and {bias.shape}; they must "
+                    f"be ({spec.hidden}, rank), (rank, {spec.neurons}) and ({spec.neurons},)"
+                )
+        if not ((self.thresholds >= 0) & (self.thresholds <= 1)).all():
+            raise InputError("predictor's thresholds must be probabilities, 0 to 1")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of each layer's predictor."""
+        return tuple(first.shape[1] for first in self.first)
+
+    @property
+    def rank(self) -> int:
+        """The mean rank, rounded: at it every layer's step is counted to cost the same."""
+        return round(sum(self.ranks) / self.spec.layers)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all layers' predictors, 16-bit."""
+        return sum(predictor_bytes(self.spec, rank) for rank in self.ranks)
+
+    @cached_property
+    def _wide(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
+        """The float16 arrays as float32, in which numpy multiplies."""
+        layers = zip(self.first, self.second, self.bias, strict=True)
+        return tuple((a.astype(np.float32), b.astype(np.float32), c.astype(np.float32)) for a, b, c in layers)
+
+    @cached_property
+    def cuts(self) -> np.ndarray:
+        """The operating thresholds as logits: float32 [layer], -inf where every neuron is predicted."""
+        chance = self.thresholds.astype(np.float64)
+        with np.errstate(divide="ignore"):
+            return (np.log(chance) - np.log1p(-chance)).astype(np.float32)
+
+    def source(self, layer: int) -> int:
+        """The layer whose residual predicts ``layer``: ``lookahead`` before it, or the first."""
+        return max(0, layer - self.lookahead)
+
+    def logits(self, layer: int, hidden: np.ndarray) -> np.ndarray:
+        """Log-odds of activity float32 [tokens, neurons] of ``layer`` from its source's ``hidden`` [tokens, hidden]."""
+        first, second, bias = self._wide[layer]
+        return normalised(hidden) @ first @ second + bias
+
+    def scores(self, layer: int, hidden: np.ndarray) -> np.ndarray:
+        """Probabilities of activity float32 [tokens, neurons] of ``layer``; ``hidden`` as in ``logits``."""
+        return 1 / (1 + np.exp(-self.logits(layer, hidden)))
+
+    def predicted(self, layer: int, hidden: np.ndarray) -> np.ndarray:
+        """Predicted sets uint64 [tokens, words] of ``layer`` at its threshold; ``hidden`` as in ``logits``."""
+        return bits.pack(self.logits(layer, hidden) >= self.cuts[layer])
+
+    def predict(self, trace: Trace) -> np.ndarray:
+        """Predicted sets of every token of ``trace``, which has residuals: uint64 [token, layer, words]."""
+        self.check_trace(trace)
+        hidden = trace.hidden
+        assert hidden is not None
+        sets = np.empty((len(trace), self.spec.layers, self.spec.words), np.uint64)
+        for start in range(0, len(trace), CHUNK):
+            rows = hidden[start : start + CHUNK]
+            for layer in range(self.spec.layers):
+                sets[start : start + CHUNK, layer] = self.predicted(layer, rows[:, self.source(layer)])
+        return sets
+
+    def check_trace(self, trace: Trace) -> None:
+        """Raise InputError unless ``trace`` is of this predictor's model and holds residuals."""
+        self.check_model(trace.spec, trace.meta.get("weights", ""))
+        if trace.hidden is None:
+            raise InputError("the trace holds no residuals to predict from; record it with --hidden")
+
+    def check_model(self, spec: ModelSpec, weights: str = "") -> None:
+        """Raise InputError unless it was trained on this shape, and on these weights where both are known."""
+        if spec.fingerprint() != self.spec.fingerprint():
+            raise InputError(
+                f"predictor is for {self.spec.name} ({self.spec.fingerprint()}), the model is {spec.name} "
+                f"({spec.fingerprint()}); train one for this model with `dinfer train-predictor`"
+            )
+        if self.weights and weights and weights != self.weights:
+            raise InputError(
+                f"predictor is for other weights of {self.spec.name} ({self.weights}, the model has {weights}); "
+                "record these weights and train again"
+            )
+
+    def fingerprint(self) -> str:
+        """First 16 hex digits of the SHA-256 of everything in it."""
+        digest = hashlib.sha256(json.dumps(self._document(), sort_keys=True).encode())
+        for array in self._arrays().values():
+            digest.update(array.tobytes())
+        return digest.hexdigest()[:16]
+
+    def _document(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.spec.to_dict(),
+            "model_fingerprint": self.spec.fingerprint(),
+            "weights": self.weights,
+            "trace": self.trace,
+            "lookahead": self.lookahead,
+            "ranks": list(self.ranks),
+            "activity": [float(value) for value in self.activity],
+            "quality": dict(self.quality),
+            "training": dict(self.training),
+        }
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        arrays = {"thresholds": np.ascontiguousarray(self.thresholds, "<f4")}
+        for name in PARTS:
+            for layer, array in enumerate(getattr(self, name)):
+                arrays[f"{name}.{layer}"] = np.ascontiguousarray(array, "<f2")
+        return dict(sorted(arrays.items()))
+
+    def save(self, path: str | Path) -> None:
+        """Write predictor.safetensors and predictor.json into directory ``path``, replacing them when complete."""
+        from safetensors.numpy import save_file
+
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        mark = self.fingerprint()
+        save_file(self._arrays(), path / "predictor.safetensors.new", {"predictor": mark})
+        text = json.dumps({**self._document(), "fingerprint": mark}, indent=1) + "\n"
+        (path / "predictor.json.new").write_text(text)
+        os.replace(path / "predictor.safetensors.new", path / "predictor.safetensors")
+        os.replace(path / "predictor.json.new", path / "predictor.json")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The predictor in directory ``path``; raises InputError for one that is none, is newer, or was edited."""
+        document = _read_document(Path(path))
+        arrays = _read_arrays(Path(path) / "predictor.safetensors")
+        try:
+            spec = ModelSpec.from_dict(document["model"])
+            parts: Any = {name: [arrays[f"{name}.{i}"] for i in range(spec.layers)] for name in PARTS}
+            read = cls(
+                spec=spec,
+                thresholds=arrays["thresholds"],
+                activity=tuple(document["activity"]),
+                **parts,
+                **{name: document[name] for name in ("lookahead", "weights", "trace", "quality", "training")},
+            )
+            written = {**read._document(), "fingerprint": read.fingerprint()}
+        except KeyError as error:
+            raise InputError(f"predictor {path} lacks {error}; train it again with `dinfer train-predictor`") from None
+        except (AttributeError, TypeError, IndexError, ValueError) as error:
+            raise InputError(f"predictor {path} has a value of a wrong type ({error}); train it again") from None
+        if document | written != document:
+            raise InputError(f"predictor {path} and its arrays do not belong together or were edited; train it again")
+        return read
+
+
+def normalised(hidden: np.ndarray) -> np.ndarray:
+    """Rows of ``hidden`` [tokens, hidden] over their root mean square, float32: a predictor's input.
+
+    A residual grows from layer to layer and from token to token, and the FFN's own norm divides that out.
+    """
+    rows = hidden.astype(np.float32)
+    return rows / np.sqrt(np.mean(rows * rows, axis=-1, keepdims=True) + np.float32(1e-6))
+
+
+def predictor_bytes(spec: ModelSpec, rank: int) -> int:
+    """Bytes of one layer's predictor of ``rank``: two 16-bit matrices and a bias."""
+    return 2 * (rank * (spec.hidden + spec.neurons) + spec.neurons)
+
+
+def rank_for_share(spec: ModelSpec, share: float) -> int:
+    """The largest rank at which all layers' predictors take at most ``share`` of the bytes of the FFNs.
+
+    Raises InputError when that is below 1. The FFNs count in 16 bits, as the predictor does, or in fewer if stored so.
+    """
+    neuron_bytes = min(spec.neuron_bytes, 2 * spec.matrices * spec.hidden)
+    rank = int((share * spec.neurons * neuron_bytes - 2 * spec.neurons) // (2 * (spec.hidden + spec.neurons)))
+    if rank < 1:
+        least = (predictor_bytes(spec, 1)) / (spec.neurons * neuron_bytes)
+        raise InputError(f"share is {share:g} of the FFN's bytes; a predictor of rank 1 takes {least:.4f}, give more")
+    return rank
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    file = path / "predictor.json"
+    if not file.is_file():
+        raise InputError(f"{path} is no predictor: it lacks predictor.json; train one with `dinfer train-predictor`")
+    try:
+        document = json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON ({error}); train the predictor again") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise InputError(f"{file} does not say format {FORMAT!r}; it is not a predictor of dinfer")
+    version = document.get("version")
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
+        raise InputError(f"predictor {path} has version {version}, this dinfer reads up to {VERSION}; upgrade dinfer")
+    return document
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    if not path.is_file():
+        raise InputError(f"predictor arrays {path} do not exist; a predictor is predictor.json and these")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise InputError(f"predictor arrays {path} cannot be read ({error})") from None
