@@ -26,6 +26,7 @@ from dinfer.options import (
 )
 
 if TYPE_CHECKING:
+    from dinfer.predictors import Predictors
     from dinfer.timeline import Timeline
 
 UsageError: Any = typer.BadParameter.__mro__[2]
@@ -96,6 +97,9 @@ Force = Annotated[bool, typer.Option("--force", help="overwrite what exists")]
 TraceArgument = Annotated[Path, typer.Argument(help="trace directory", show_default=False)]
 Sequences = Annotated[
     str | None, typer.Option(help="use these sequences of the trace only: 3, or 40-47", show_default=False)
+]
+PredictorOption = Annotated[
+    Path | None, typer.Option("--predictor", help="directory of the trained predictor", show_default=False)
 ]
 MachineName = Annotated[str, typer.Option("--machine", help="catalogue name or a .toml file", show_default=False)]
 
@@ -283,7 +287,8 @@ def plan(
         int | None, typer.Option(help="most neurons that a prefetch moves; default: sized from the time left")
     ] = None,
     activation: Annotated[str, typer.Option(help="exact or predicted")] = "exact",
-    prediction: Annotated[str, typer.Option(help="previous or oracle")] = "previous",
+    prediction: Annotated[str, typer.Option(help="previous or oracle; with --predictor: trained")] = "previous",
+    predictor: PredictorOption = None,
     issue: Annotated[
         str | None, typer.Option(help="how a prefetch moves: copy, block or gather; the default is what runs here")
     ] = None,
@@ -307,6 +312,7 @@ def plan(
     made = make_plan(
         used, where, parse_budget(vram, spec, where, context), context=context, solver=solver, cache=cache,
         lookahead=lookahead, window=window, activation=activation, prediction=prediction, issue=issue, spec=spec,
+        predictor=_predictor(predictor),
     )  # fmt: skip
     made.save(out)
     print_table(memory_table(made.memory), title=f"GPU memory of {made.spec.name} on {made.machine.name}")
@@ -321,6 +327,7 @@ def simulate(
     machine: Annotated[
         str | None, typer.Option(help="machine with the true costs; default: the plan's", show_default=False)
     ] = None,
+    predictor: PredictorOption = None,
     sequences: Sequences = None,
     timeline: Annotated[
         Path | None, typer.Option(help="write what happened when: .json for Perfetto", show_default=False)
@@ -335,11 +342,15 @@ def simulate(
     from dinfer.plan import Plan
     from dinfer.report import print_run, run_summary
     from dinfer.sim import simulate as simulate_run
+    from dinfer.sim.predictor import Predictor
     from dinfer.trace import Trace
 
-    read = Plan.load(plan)
+    read, trained = Plan.load(plan), _predictor(predictor)
+    read.check_predictor(None if trained is None else trained.fingerprint())
     where = load_machine(machine) if machine else None
-    run = simulate_run(read, selected(Trace.load(trace), sequences), where)
+    used = selected(Trace.load(trace), sequences)
+    said = None if trained is None else Predictor(trained.predict(used.phase("decode")), trained.rank)
+    run = simulate_run(read, used, where, predictor=said)
     _save_timeline(run.timeline, timeline)
     print_run(run_summary(run, read), output)
 
@@ -408,6 +419,7 @@ def run(
     replay: Annotated[
         Path | None, typer.Option(help="decode this trace's tokens instead of a prompt", show_default=False)
     ] = None,
+    predictor: PredictorOption = None,
     sequences: Sequences = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu to emulate the GPU")] = "cuda",
     tokens: Annotated[int, typer.Option(help="most tokens to answer with")] = 64,
@@ -442,7 +454,7 @@ def run(
     streams = output is None and prompt is not None
     done = execute(
         read, resolve_model(model), prompt, replay=replayed, device=device, max_tokens=tokens, temperature=temperature,
-        top_p=top_p, seed=seed, chat=chat, on_text=_stream if streams else None,
+        top_p=top_p, seed=seed, chat=chat, on_text=_stream if streams else None, predictor=_predictor(predictor),
     )  # fmt: skip
     if streams:
         print()
@@ -533,6 +545,12 @@ def doctor(output: Form = None) -> None:
     print_table(examine(), output)
 
 
+def _predictor(path: Path | None) -> "Predictors | None":
+    from dinfer.predictors import Predictors
+
+    return None if path is None else Predictors.load(path)
+
+
 def _note(text: str) -> None:
     """One line on stderr."""
     print(text, file=sys.stderr, flush=True)
@@ -573,3 +591,6 @@ def _save_timeline(timeline: "Timeline", path: Path | None) -> None:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(len(values), 1)
+
+
+import dinfer.cli_predict  # noqa: E402, F401  its commands stand on the app

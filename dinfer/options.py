@@ -1,6 +1,7 @@
 """What the command line takes as text, checked and turned into values; nothing is written here but a moved trace."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,16 @@ def selected(trace: "Trace", sequences: str | None) -> "Trace":
     if not len(chosen):
         raise InputError(f"sequences {sequences} are not in the trace; it holds {number.min()} to {number.max()}")
     return chosen
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The names in ``text``, between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def note(text: str) -> None:
+    """One line on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def parse_budget(text: str, spec: "ModelSpec", machine: "Machine", context: int) -> int:

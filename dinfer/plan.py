@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FORMAT = "dinfer-plan"
 VERSION = 1
 ACTIVATION_MODES = ("exact", "predicted")
-PREDICTIONS = ("oracle", "previous")
+PREDICTIONS = ("oracle", "previous", "trained")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,9 @@ class Plan:
     ``cache`` names a policy and its parameters; ``lookahead`` is in layers; ``window`` is the most neurons that one
     prefetch may move, None to size it from the time left by the believed costs. ``activation``: ``exact`` computes
     its gates and loses nothing, ``predicted`` computes the predicted set only. ``prediction``: ``previous`` is the
-    layer's active set of the token before, ``oracle`` the trace's own (simulation and replay only). ``issue``: how a
+    layer's active set of the token before, ``oracle`` the trace's own (simulation and replay only), ``trained`` what
+    a predictor computes from the residual ``lookahead`` layers before; ``predictor`` then names it (``Predictors.tag``)
+    and is empty otherwise. ``issue``: how a
     prefetch moves (machine.ISSUES). ``vram_bytes`` is the whole GPU budget, ``memory`` its breakdown in bytes by
     term, ``context`` the tokens that the KV cache holds. ``thresholds`` [layer]: values of magnitude kinds at most
     this large are inactive (0: none). ``frequency`` float32 [layer, neuron] is the offline history that caches start
@@ -52,6 +54,7 @@ class Plan:
     window: int | None = None
     activation: str = "exact"
     prediction: str = "previous"
+    predictor: Mapping[str, Any] = field(default_factory=dict)
     issue: str = "gather"
     vram_bytes: int = 0
     context: int = 512
@@ -70,6 +73,7 @@ class Plan:
         _one_of("activation", self.activation, ACTIVATION_MODES)
         _one_of("prediction", self.prediction, PREDICTIONS)
         _one_of("issue", self.issue, ISSUES)
+        self._check_predictor()
         if not 0 <= self.lookahead < self.spec.layers:
             raise InputError(f"lookahead is {self.lookahead}; it must be between 0 and {self.spec.layers - 1} layers")
         if self.window is not None and self.window < 0:
@@ -78,6 +82,28 @@ class Plan:
             raise InputError(f"thresholds has {len(self.thresholds)} values for {self.spec.layers} layers")
         if self.thresholds and any(self.thresholds) and self.spec.sparsity_kind == "relu":
             raise InputError(f"{self.spec.name} is a ReLU model and takes no magnitude thresholds; leave them out")
+
+    def _check_predictor(self) -> None:
+        if (self.prediction == "trained") != bool(self.predictor):
+            raise InputError(
+                f"prediction is {self.prediction!r} with predictor {dict(self.predictor)}; 'trained' names its "
+                "predictor and the others have none"
+            )
+        if self.predictor and self.predictor["lookahead"] != self.lookahead:
+            raise InputError(
+                f"lookahead is {self.lookahead}, but the predictor looks {self.predictor['lookahead']} layers ahead; "
+                "plan with the same, or train another predictor"
+            )
+
+    def check_predictor(self, fingerprint: str | None) -> None:
+        """Raise InputError unless ``fingerprint`` is of the predictor that this plan names (None: of none)."""
+        wanted = self.predictor.get("fingerprint")
+        if fingerprint == wanted:
+            return
+        if wanted is None:
+            raise InputError(f"plan predicts by {self.prediction!r} and takes no predictor; leave --predictor out")
+        given = "none is given" if fingerprint is None else f"{fingerprint} is given"
+        raise InputError(f"plan predicts by predictor {wanted}, {given}; give --predictor DIR with that one")
 
     @property
     def policy(self) -> "Cache":
@@ -89,7 +115,7 @@ class Plan:
     @property
     def costs(self) -> LayerCosts:
         """The believed costs: of this model on this plan's machine."""
-        return layer_costs(self.spec, self.machine, self.activation, self.issue)
+        return layer_costs(self.spec, self.machine, self.activation, self.issue, self.predictor.get("rank", 0))
 
     @property
     def beliefs(self) -> "Beliefs":
@@ -144,6 +170,7 @@ class Plan:
             "window": self.window,
             "activation": self.activation,
             "prediction": self.prediction,
+            "predictor": dict(self.predictor),
             "issue": self.issue,
             "vram": exact_bytes(self.vram_bytes),
             "context": self.context,
@@ -201,7 +228,7 @@ class Plan:
 
 
 _PLAIN_FIELDS = (
-    "cache lookahead window activation prediction issue context memory solver trace weights".split()
+    "cache lookahead window activation prediction predictor issue context memory solver trace weights".split()
 )
 
 

@@ -84,11 +84,18 @@ class Predictors:
         """Bytes of all layers' predictors, 16-bit."""
         return sum(predictor_bytes(self.spec, rank) for rank in self.ranks)
 
+    def tag(self) -> dict[str, Any]:
+        """What a plan says of its predictor: ``fingerprint``, ``lookahead``, mean ``rank`` and ``bytes``."""
+        return {"fingerprint": self.fingerprint(), "lookahead": self.lookahead, "rank": self.rank, "bytes": self.bytes}
+
     @cached_property
     def _wide(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
-        """The float16 arrays as float32, in which numpy multiplies."""
         layers = zip(self.first, self.second, self.bias, strict=True)
         return tuple((a.astype(np.float32), b.astype(np.float32), c.astype(np.float32)) for a, b, c in layers)
+
+    def wide(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``first``, ``second`` and ``bias`` of ``layer`` in float32, in which they are multiplied."""
+        return self._wide[layer]
 
     @cached_property
     def cuts(self) -> np.ndarray:

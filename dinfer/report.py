@@ -20,6 +20,8 @@ from dinfer.units import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dinfer.predictors import Predictors
+
 FORMS = ("md", "csv", "json")
 PERCENT = ("error", "gap", "residual")
 """Columns shown as percent, besides those that end in ``_share``."""
@@ -223,10 +225,45 @@ def plan_lines(plan: Plan) -> list[str]:
         f"rules: cache {plan.cache['name']}, lookahead {plan.lookahead}, window {window}, activation "
         f"{plan.activation}, prediction {plan.prediction}, issue {plan.issue}",
     ]
+    if plan.predictor:
+        lines.append(
+            f"predictor: {plan.predictor['fingerprint']}, mean rank {plan.predictor['rank']}, "
+            f"{format_bytes(plan.predictor['bytes'])}; {own_residual(plan.lookahead)}"
+        )
     if plan.solver:
         record = plan.solver
         lines.append(f"solver: {record['name']}, {record['status']}, gap to the LP bound {record['gap']:.2%}")
     return lines
+
+
+def own_residual(lookahead: int) -> str:
+    """Which layers cannot be predicted ``lookahead`` layers ahead, and what they are predicted from."""
+    if lookahead == 0:
+        return "each layer is predicted from its own residual (k = 0)"
+    whose = "layer 0 is" if lookahead == 1 else f"layers 0 to {lookahead - 1} are"
+    return (
+        f"{whose} predicted from layer 0's residual (k = {'0' if lookahead == 1 else f'0 to {lookahead - 1}'}): "
+        f"no layer stands {lookahead} before"
+    )
+
+
+def predictor_lines(predictors: "Predictors") -> list[str]:
+    """What a trained predictor is and how good it was on the prompts that stopped its training."""
+    spec, quality = predictors.spec, predictors.quality
+    ranks = predictors.ranks
+    share = predictors.bytes / (spec.layers * spec.neurons * 2 * spec.matrices * spec.hidden)
+
+    def mean(name: str) -> float:
+        return sum(quality[name]) / spec.layers
+
+    return [
+        f"predictor {predictors.fingerprint()} of {spec.name}: ranks {min(ranks)} to {max(ranks)}, "
+        f"{format_bytes(predictors.bytes)}, {share:.1%} of the FFN's 16-bit bytes",
+        f"looks {predictors.lookahead} layers ahead; {own_residual(predictors.lookahead)}",
+        f"on {quality['measured_on']}: recall {mean('recall'):.1%}, precision {mean('precision'):.1%}, predicted "
+        f"{mean('predicted'):.1%} of the neurons where {mean('density'):.1%} are active, missing "
+        f"{mean('missed'):.1%} of the output's norm",
+    ]
 
 
 def memory_table(memory: Mapping[str, int]) -> pd.DataFrame:

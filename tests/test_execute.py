@@ -258,7 +258,10 @@ def test_bad_input_is_refused_at_the_door(tiny_models, relu_trace):
         "plan with --prediction previous and another --cache"
     ):
         execute(replace(plan, cache={"name": "belady"}), relu, [1], device="cpu")
-    with refuses("activation 'predicted' needs predictions; run with --replay TRACE or plan with --activation exact"):
+    with refuses(
+        "activation 'predicted' needs predictions; run with --replay TRACE or plan with --activation exact or "
+        "with a trained --predictor"
+    ):
         execute(replace(plan, activation="predicted"), relu, [1], device="cpu")
     with refuses("tokens is 0; it must be at least 1"):
         execute(plan, relu, [1], device="cpu", max_tokens=0)

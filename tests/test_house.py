@@ -25,7 +25,7 @@ ROOMS = {  # room: the other rooms that it may import
     "exec": {"families"},
     "families": set(),
 }
-ROOF = ["compare", "plot", "report", "cli", "demo", "doctor", "options", "systems", "sweep", "reproduce", "__init__"]
+ROOF = "compare plot report cli cli_predict demo doctor options systems sweep reproduce __init__".split()
 HEAVY = {"torch", "pulp", "matplotlib"}
 FORBIDDEN = dict.fromkeys(GROUND, HEAVY) | {"sim": {"torch"}}
 

@@ -12,6 +12,7 @@ from dinfer.exec import kernels_gpu
 from dinfer.exec.bank import Bank
 from dinfer.exec.clock import Clock
 from dinfer.exec.link import EmulatedLink, Transport
+from dinfer.exec.predictor import LivePredictor
 from dinfer.exec.workers import Partial, Workers
 from dinfer.families import FAMILIES
 from dinfer.plan import Plan
@@ -38,7 +39,8 @@ class Running:
 
     ``predictions`` uint64 [layer, words] is what each layer's next step takes as predicted when nothing is replayed:
     its active set of the token before. ``prefills`` holds tokens and seconds of each prompt.
-    ``kv`` [layer, 2, kv_heads, context, head_dim].
+    ``kv`` [layer, 2, kv_heads, context, head_dim]. ``residual`` is what a trained ``predictor`` sees, ``replayed``
+    uint64 [token, layer, words] what it said of a replayed trace.
     """
 
     plan: Plan
@@ -51,7 +53,10 @@ class Running:
     state: np.ndarray
     replay: Trace | None = None
     first: np.ndarray | None = None
+    predictor: LivePredictor | None = None
+    replayed: np.ndarray | None = None
     predictions: np.ndarray = field(init=False)
+    residual: torch.Tensor = field(init=False)
     copies: dict[int, Any] = field(default_factory=dict)
     work: list[np.ndarray] = field(default_factory=list)
     moves: list[tuple[int, int, np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -94,6 +99,7 @@ def decode_token(run: Running, token_id: int, position: int) -> torch.Tensor:
     for layer in range(spec.layers):
         hidden, x = attention(run, layer, hidden, position)
         if run.schedules:
+            run.residual = hidden
             first, last = targets(layer, run.plan.lookahead, spec.layers)
             for target in range(first, last):
                 schedule(run, target)
@@ -122,8 +128,9 @@ def schedule(run: Running, layer: int) -> None:
     On the decoding thread: the step is compiled and takes microseconds, a thread of its own would cost more in
     hand-overs of the GIL (250 us a layer measured on 2 cores) than it saves.
     """
-    start, token = time.perf_counter(), run.clock.token
+    token = run.clock.token
     predicted, future = predict(run, token, layer)
+    start = time.perf_counter()
     resident, window = run.bank.resident[layer], run.plan.window
     if window is None:
         slots, neurons = len(run.bank.bucket[layer]), run.bank.neurons
@@ -147,7 +154,19 @@ def predicted_share(bank: Bank, layer: int, predicted: np.ndarray) -> Share:
 
 
 def predict(run: Running, token: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """The set that ``layer`` is predicted to use, and the future where it is known (a replay)."""
+    """The set that ``layer`` is predicted to use, and the future where it is known (a replay).
+
+    A trained predictor computes it from the residual at hand; a replay takes what it computed from the trace's, so
+    that no rounding makes it differ from the simulator.
+    """
+    if run.predictor is not None:
+        future = NO_FUTURE if run.replay is None else run.replay.active[token + 1 :, layer]
+        if run.replayed is not None:
+            return run.replayed[token, layer], future
+        start = time.perf_counter()
+        predicted = run.predictor.predicted(layer, run.residual)
+        run.clock.record(layer, "predict", "scheduler", start, time.perf_counter())
+        return predicted, future
     if run.replay is None:
         return run.predictions[layer], NO_FUTURE
     active = run.replay.active

@@ -16,10 +16,12 @@ from dinfer.exec.bank import Bank, fill_bank
 from dinfer.exec.clock import Clock
 from dinfer.exec.decode import Running, decode_token, end_token
 from dinfer.exec.link import CudaLink, EmulatedLink, Transport
+from dinfer.exec.predictor import LivePredictor
 from dinfer.exec.workers import Workers
 from dinfer.families import FAMILIES, TORCH_DTYPES, Checkpoint, open_checkpoint
 from dinfer.machine import PREFILL_CHUNK
 from dinfer.plan import Plan
+from dinfer.predictors import Predictors
 from dinfer.timeline import Run, Timeline
 from dinfer.trace import Trace
 
@@ -41,16 +43,18 @@ def execute(
     chat: bool = True,
     on_text: Callable[[str], None] | None = None,
     cpu_threads: int | None = None,
+    predictor: Predictors | None = None,
 ) -> Run:
     """Run ``plan`` on the model in directory ``model`` and return what happened.
 
     ``prompt`` is text (put into the chat template where the tokenizer has one and ``chat`` is true) or token ids;
     ``replay`` decodes the tokens of a trace instead, with its activity as prediction. ``device`` is "cuda" or "cpu";
     on "cpu" the GPU is a torch CPU device and the link is emulated at the plan machine's rate. ``temperature`` 0 is
-    greedy. ``on_text`` gets each new piece of text. Raises InputError for a plan of another model, a missing
-    device, an empty prompt, or a context that the plan's KV cache cannot hold.
+    greedy. ``on_text`` gets each new piece of text. ``predictor`` is the one that a "trained" plan names.
+    Raises InputError for a plan of another model or predictor, a missing device, an empty prompt, or a context that
+    the plan's KV cache cannot hold.
     """
-    with Session(plan, model, device, cpu_threads) as session:
+    with Session(plan, model, device, cpu_threads, predictor) as session:
         if replay is not None:
             return session.replay(replay)
         return session.generate(
@@ -66,11 +70,20 @@ class Session:
     """
 
     def __init__(
-        self, plan: Plan, model: str | Path | Checkpoint, device: str = "cuda", cpu_threads: int | None = None
+        self,
+        plan: Plan,
+        model: str | Path | Checkpoint,
+        device: str = "cuda",
+        cpu_threads: int | None = None,
+        predictor: Predictors | None = None,
     ) -> None:
         self.device = open_device(device)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         plan.check_model(checkpoint.spec, checkpoint.fingerprint if plan.weights else "")
+        plan.check_predictor(None if predictor is None else predictor.fingerprint())
+        if predictor is not None:
+            predictor.check_model(checkpoint.spec, checkpoint.fingerprint if predictor.weights else "")
+        self.predictor = predictor
         if plan.spec.dtype not in TORCH_DTYPES:
             raise InputError(f"dtype {plan.spec.dtype} cannot be run; plan with one of {', '.join(TORCH_DTYPES)}")
         if plan.machine.emulated and self.device.type != "cpu":
@@ -115,9 +128,10 @@ class Session:
                 f"plan predicts by {self.plan.prediction!r} with cache {policy.name!r}: that knows the future and runs "
                 "only with --replay TRACE; plan with --prediction previous and another --cache"
             )
-        if self.plan.activation == "predicted":
+        if self.plan.activation == "predicted" and self.predictor is None:
             raise InputError(
-                "activation 'predicted' needs predictions; run with --replay TRACE or plan with --activation exact"
+                "activation 'predicted' needs predictions; run with --replay TRACE or plan with --activation exact or "
+                "with a trained --predictor"
             )
         ids, tokenizer = self._encode(prompt, chat)
         self._check_context(len(ids) + max_tokens)
@@ -223,7 +237,15 @@ class Session:
             state=plan.policy.init(spec, plan.placement, plan.frequency),
             replay=replay,
             first=first,
+            predictor=None if self.predictor is None else LivePredictor(self.predictor, self.device),
+            replayed=self._replayed(replay),
         )
+
+    def _replayed(self, replay: Trace | None) -> np.ndarray | None:
+        """What the predictor says of a replayed trace with residuals; without them it is run live."""
+        if self.predictor is None or replay is None or replay.hidden is None:
+            return None
+        return self.predictor.predict(replay)
 
     def _finish(self, run: Running, text: str, ids: tuple[int, ...]) -> Run:
         moves = sorted(run.moves, key=lambda move: move[:2])

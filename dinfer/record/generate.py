@@ -218,6 +218,11 @@ def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -
     """The next token id from float32 ``logits`` [vocab]: the best, or one of the nucleus ``top_p``."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    likely, order = (logits / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
-    likely[likely.cumsum(0) - likely >= sampling.top_p] = 0
-    return int(order[torch.multinomial(likely, 1, generator=generator)])
+    likely = (logits / sampling.temperature).softmax(-1)
+    # those below (1 - top_p) / vocab make up less than 1 - top_p together: the nucleus is full before them
+    able = (likely * len(likely) >= 1 - sampling.top_p).nonzero()[:, 0]
+    some, order = likely[able].sort(descending=True, stable=True)
+    some[some.cumsum(0) - some >= sampling.top_p] = 0
+    nucleus = torch.zeros_like(likely)  # of full length, so that the random stream goes on alike
+    nucleus[: len(some)] = some
+    return int(able[order[torch.multinomial(nucleus, 1, generator=generator)]])

@@ -39,6 +39,8 @@ def simulate(
     if not len(decoded):
         raise InputError("the trace has no decode token; record with --tokens 1 or more")
     machine = machine or plan.machine
+    if plan.prediction == "trained" and predictor is None:
+        raise InputError("plan predicts by a trained predictor; give what it predicts of the trace, or --predictor DIR")
     given = predictor is not None
     predictor = predictor or Predictor(np.ascontiguousarray(decoded.active))
     if predictor.predictions.shape != decoded.active.shape:

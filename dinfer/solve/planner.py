@@ -11,6 +11,7 @@ from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 from dinfer.plan import Plan
 from dinfer.policies import cache_from_dict, cache_to_dict
+from dinfer.predictors import Predictors
 from dinfer.solve.budget import memory_breakdown, neuron_capacity, warn_when_everything_fits
 from dinfer.solve.greedy import greedy, served_frequency
 from dinfer.solve.ilp import Solution, ilp
@@ -37,13 +38,15 @@ def make_plan(
     spec: ModelSpec | None = None,
     frequency: np.ndarray | None = None,
     predictor_bytes: int = 0,
+    predictor: Predictors | None = None,
 ) -> Plan:
     """The plan for ``vram_bytes`` of GPU memory, from the frequencies of the whole trace.
 
     ``solver`` is one of SOLVERS; ``solver_options`` are keyword arguments of ``greedy`` or
     ``ilp``. ``spec`` may give the trace's model another dtype. ``frequency`` [layer, neuron] is an
     offline profile to place by instead of the trace's own; ``predictor_bytes`` of the budget go
-    to a predictor. The other arguments are those of
+    to a predictor that is only counted. A trained ``predictor`` makes the prediction "trained",
+    and its bytes count. The other arguments are those of
     Plan; ``window`` bounds one prefetch and is not the solver's. When everything fits, every
     neuron is resident whatever the solver, with a PlanWarning. Raises InputError for a budget
     below the dense part, an empty trace, a trace of another model, or one of a magnitude kind
@@ -53,12 +56,16 @@ def make_plan(
     thresholds = _thresholds(trace, spec)
     if solver not in SOLVERS:
         raise InputError(f"solver {solver!r} is not one of {', '.join(SOLVERS)}")
+    if predictor is not None:
+        _check_predictor(predictor, trace, thresholds)
+        prediction, predictor_bytes = "trained", predictor.bytes
+    rank = 0 if predictor is None else predictor.rank
     policy = cache_to_dict(cache_from_dict({**(cache_parameters or {}), "name": cache}))
     memory = memory_breakdown(spec, machine, context, vram_bytes, predictor_bytes)
     capacity = neuron_capacity(spec, memory)
     frequency = trace.frequency if frequency is None else frequency
     issue = issue or ("gather" if machine.emulated else "block")
-    costs = layer_costs(spec, machine, activation, issue)
+    costs = layer_costs(spec, machine, activation, issue, rank)
     if warn_when_everything_fits(spec, machine, memory):
         solution = _greedy_solution(frequency, capacity)
     else:
@@ -73,6 +80,7 @@ def make_plan(
         window=window,
         activation=activation,
         prediction=prediction,
+        predictor={} if predictor is None else predictor.tag(),
         issue=issue,
         vram_bytes=vram_bytes,
         context=context,
@@ -94,6 +102,15 @@ def _spec_of(trace: Trace, spec: ModelSpec | None) -> ModelSpec:
         f"trace is of {made.name} ({made.fingerprint()}), the model is {spec.name} "
         f"({spec.fingerprint()}); record a trace of this model"
     )
+
+
+def _check_predictor(predictor: Predictors, trace: Trace, thresholds: tuple[float, ...]) -> None:
+    predictor.check_model(trace.spec, trace.meta.get("weights", ""))
+    if thresholds and not np.allclose(thresholds, predictor.activity, rtol=1e-5):
+        raise InputError(
+            "predictor learnt other activity thresholds than the trace's; plan with the trace that it was trained on, "
+            "or one recorded with the same thresholds"
+        )
 
 
 def _thresholds(trace: Trace, spec: ModelSpec) -> tuple[float, ...]:

@@ -1,0 +1,116 @@
+"""The commands about predictors: train one from a trace, and say how good it is and whether it is worth its bytes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dinfer.cli import Force, Form, TraceArgument, app
+from dinfer.errors import InputError
+from dinfer.options import names, note
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dinfer.predictors import Predictors
+    from dinfer.trace import Trace
+
+
+@app.command(
+    epilog="Example: dinfer train-predictor out/trace --lookahead 1 --hold-out coding,travel,health -o out/predictor"
+)
+def train_predictor(
+    trace: TraceArgument,
+    out: Annotated[Path, typer.Option("-o", "--output", help="directory of the predictor; an unfinished one goes on")],
+    lookahead: Annotated[int, typer.Option(help="layers ahead that it predicts; 0 for a layer's own residual")] = 1,
+    share: Annotated[float, typer.Option(help="of the FFN's bytes that it may take")] = 0.08,
+    bound: Annotated[float, typer.Option(help="most of a layer's output norm that its threshold may miss")] = 0.2,
+    hold_out: Annotated[
+        str, typer.Option(help="domains of prompts, with commas, that it is not trained on", show_default=False)
+    ] = "",
+    epochs: Annotated[int, typer.Option(help="at most so many passes; a layer that gets no better stops")] = 6,
+    seed: Annotated[int, typer.Option(help="of the order of the tokens")] = 0,
+    force: Force = False,
+) -> None:
+    """Train a low-rank predictor for each layer on a trace with residuals (record --hidden)."""
+    from dinfer.record.predictor import Settings, train
+    from dinfer.report import predictor_lines, progress
+    from dinfer.trace import Trace
+
+    settings = Settings(lookahead, share, bound, names(hold_out), epochs, seed=seed)
+    read = Trace.load(trace)
+    if force:
+        _remove(out)
+    with progress("training", "batches") as at:
+        trained = train(read, out, settings, at)
+    print("\n".join(predictor_lines(trained)))
+    note(f"predictor in {out}")
+
+
+@app.command(epilog="Example: dinfer eval-predictor out/trace --predictor out/predictor --model smollm2 -o md")
+def eval_predictor(
+    trace: TraceArgument,
+    predictor: Annotated[Path, typer.Option(help="directory of the predictor")],
+    domains: Annotated[
+        str, typer.Option(help="of the prompts to judge by; default: those it was not trained on", show_default=False)
+    ] = "",
+    model: Annotated[
+        str | None, typer.Option(help="also the perplexity of this model, exact and predicted", show_default=False)
+    ] = None,
+    calibration: Annotated[bool, typer.Option("--calibration", help="the calibration curve instead")] = False,
+    tokens: Annotated[int, typer.Option(help="at most so many tokens, evenly spread")] = 4096,
+    output: Form = None,
+) -> None:
+    """Judge a predictor layer by layer beside a static hot set, the previous token's set and an oracle."""
+    import numpy as np
+
+    from dinfer.predictors import Predictors
+    from dinfer.record.judge import advice, calibrate_curve, evaluate, frequency_of, modes, split
+    from dinfer.report import print_table, progress
+    from dinfer.trace import Trace
+
+    if tokens < 1:
+        raise InputError(f"tokens is {tokens}; it must be at least 1")
+    used, read = Trace.load(trace), Predictors.load(predictor)
+    parts = split(used, names(domains) or tuple(read.training.get("hold_out", ())))
+    rows = parts.test if len(parts.test) else parts.validation
+    rows = rows[np.linspace(0, len(rows) - 1, min(tokens, len(rows))).round().astype(int)]
+    with progress("judging", "tokens") as at:
+        if calibration:
+            print_table(calibrate_curve(read, used, rows, at), output)
+            return
+        frame = evaluate(read, used, rows, frequency_of(used, parts.train), at)
+    print_table(frame, output)
+    judged = ", ".join(parts.test_domains) or "prompts that stopped the training"
+    note(f"judged on {len(rows)} tokens of {judged}")
+    note(advice(modes(frame, read)))
+    if model is not None:
+        _print_perplexities(read, model, used, parts.test if len(parts.test) else parts.validation)
+
+
+def _print_perplexities(predictors: "Predictors", model: str, trace: "Trace", rows: "np.ndarray") -> None:
+    from dinfer.record.fetch import resolve_model
+    from dinfer.record.generate import load
+    from dinfer.record.restricted import perplexities, texts_of
+
+    loaded = load(resolve_model(model))
+    predictors.check_model(loaded.spec, loaded.checkpoint.fingerprint)
+    found = perplexities(loaded, predictors, texts_of(trace, rows, PERPLEXITY_TEXTS)).iloc[0]
+    note(
+        f"perplexity of {int(found['texts'])} texts: {found['exact']:.2f} exact, {found['predicted']:.2f} predicted "
+        f"({found['ratio']:.3f} times); FFN output error {found['output_error']:.1%}"
+    )
+
+
+PERPLEXITY_TEXTS = 32
+
+
+def _remove(out: Path) -> None:
+    """Remove a predictor or an unfinished training at ``out``, and nothing else."""
+    import shutil
+
+    if not out.exists():
+        return
+    if not (out / "predictor.json").is_file() and not (out / "training").is_dir() and any(out.iterdir()):
+        raise InputError(f"{out} is no predictor; only a predictor is ever replaced, choose another -o")
+    shutil.rmtree(out)

@@ -1,0 +1,340 @@
+"""How good predicted sets are, at every threshold at once: recall, precision, density, missed contribution."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import pandas as pd
+
+from dinfer import bits
+from dinfer.errors import InputError
+from dinfer.predictors import Predictors
+from dinfer.trace import Trace, decode_levels
+
+CHUNK = 1024
+"""Tokens that are read at once."""
+
+LOGITS = np.linspace(-12.0, 12.0, 481)
+PLACES = np.linspace(0.0, 1.0, 513)
+"""Edges of equal bins: of predictors' logits, and of scores that are a place in an order."""
+
+Progress = Callable[[int, int], None] | None
+
+
+class Chunk(NamedTuple):
+    """Some tokens of one layer: residuals [tokens, hidden] of its source, active bool and contribution codes uint8
+    [tokens, neurons], and who was active at the token before."""
+
+    layer: int
+    hidden: np.ndarray
+    active: np.ndarray
+    codes: np.ndarray
+    before: np.ndarray
+
+
+Score = Callable[[Chunk], np.ndarray]
+"""Scores [tokens, neurons] of a chunk: the larger, the sooner a neuron is predicted."""
+
+
+class Curves(NamedTuple):
+    """What a score's threshold does to each layer, float64 [layer, bin] by bins of the score between ``edges``.
+
+    ``total`` counts neurons, ``active`` those that were active, ``power`` sums over tokens the share of the layer's
+    squared contributions. The properties are float64 [layer, edge]: of predicting where score >= edge.
+    """
+
+    edges: np.ndarray
+    total: np.ndarray
+    active: np.ndarray
+    power: np.ndarray
+    tokens: int
+
+    @classmethod
+    def measure(
+        cls, trace: Trace, rows: np.ndarray, scores: list[Score], lookahead: int, edges: np.ndarray,
+        progress: Progress = None,
+    ) -> list[Self]:  # fmt: skip
+        """The curves of each of ``scores`` over the tokens ``rows`` of ``trace``, read chunk by chunk."""
+        spec = trace.spec
+        sums = np.zeros((len(scores), 3, spec.layers, len(edges) + 1))
+        for start in range(0, len(rows), CHUNK):
+            for chunk in _chunks(trace, rows[start : start + CHUNK], lookahead):
+                power = _power(chunk)
+                for score, sum_ in zip(scores, sums, strict=True):
+                    found = _bins(score(chunk), edges)
+                    count, active = len(edges) + 1, found[chunk.active]
+                    sum_[0, chunk.layer] += np.bincount(found.ravel(), minlength=count)
+                    sum_[1, chunk.layer] += np.bincount(active, minlength=count)
+                    sum_[2, chunk.layer] += np.bincount(active, power[chunk.active], count)
+            if progress is not None:
+                progress(min(start + CHUNK, len(rows)), len(rows))
+        return [cls(edges, total, active, power, len(rows)) for total, active, power in sums]
+
+    @property
+    def recall(self) -> np.ndarray:
+        """Share of the active neurons that is predicted."""
+        return _above(self.active) / np.maximum(self.active.sum(axis=1, keepdims=True), 1)
+
+    @property
+    def precision(self) -> np.ndarray:
+        """Share of the predicted neurons that is active; 1 where none is predicted."""
+        predicted = _above(self.total)
+        return np.where(predicted > 0, _above(self.active) / np.maximum(predicted, 1), 1.0)
+
+    @property
+    def predicted(self) -> np.ndarray:
+        """Predicted density."""
+        return _above(self.total) / self.total.sum(axis=1, keepdims=True)
+
+    @property
+    def density(self) -> np.ndarray:
+        """True density: float64 [layer]."""
+        return self.active.sum(axis=1) / self.total.sum(axis=1)
+
+    @property
+    def missed(self) -> np.ndarray:
+        """Share of the output's norm that is lost, root mean square over tokens.
+
+        Of one token sqrt(sum of the missed neurons' contribution^2 / sum of the active ones'), as if the down columns
+        were at right angles; ``output_error`` measures it without that assumption.
+        """
+        below = np.cumsum(self.power, axis=1)[:, :-1]
+        return np.sqrt(below / max(self.tokens, 1))
+
+    def operating_edges(self, bound: float) -> np.ndarray:
+        """Index of the largest edge at which a layer misses at most ``bound``: int [layer], -1 where none does."""
+        return (self.missed <= bound).sum(axis=1) - 1
+
+    def at(self, edge: np.ndarray) -> dict[str, np.ndarray]:
+        """Recall, precision, predicted density and missed contribution [layer] at an edge of each layer (-1: all)."""
+        everything: dict[str, Any] = {"recall": 1.0, "precision": self.density, "predicted": 1.0, "missed": 0.0}
+        rows = np.arange(len(edge))
+        return {
+            name: np.where(edge >= 0, getattr(self, name)[rows, np.maximum(edge, 0)], whole)
+            for name, whole in everything.items()
+        }
+
+    def at_density(self, wanted: np.ndarray) -> dict[str, np.ndarray]:
+        """The same [layer] where the predicted density is ``wanted`` [layer], between edges by a straight line."""
+        found = {}
+        for name in ("recall", "precision", "missed"):
+            values = getattr(self, name)
+            pairs = zip(wanted, self.predicted, values, strict=True)
+            found[name] = np.array([np.interp(d, p[::-1], v[::-1]) for d, p, v in pairs])
+        return found
+
+
+    def at_missed(self, wanted: np.ndarray) -> np.ndarray:
+        """The predicted density [layer] at which ``wanted`` [layer] is missed."""
+        pairs = zip(wanted, self.missed, self.predicted, strict=True)
+        return np.array([np.interp(w, m, p) for w, m, p in pairs])
+
+
+def _above(bins: np.ndarray) -> np.ndarray:
+    """Sum of the bins at and above each edge."""
+    return np.cumsum(bins[:, ::-1], axis=1)[:, ::-1][:, 1:]
+
+
+def _bins(scores: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Number of equally spaced ``edges`` at or below each score: int32, same shape."""
+    step = np.float32(edges[1] - edges[0])
+    place = (scores.astype(np.float32) - np.float32(edges[0])) / step
+    return (np.clip(np.floor(place), -1, len(edges) - 1) + 1).astype(np.int32)
+
+
+def _chunks(trace: Trace, rows: np.ndarray, lookahead: int) -> Iterator[Chunk]:
+    spec = trace.spec
+    assert trace.hidden is not None
+    assert trace.contribution is not None
+    hidden, codes = trace.hidden[rows], trace.contribution[rows]
+    active = bits.unpack(trace.active[rows], spec.neurons)
+    sequence = trace.tokens["sequence"].to_numpy()
+    known = (rows > 0) & (sequence[rows] == sequence[rows - 1])
+    before = bits.unpack(trace.active[rows - 1], spec.neurons) & known[:, None, None]
+    for layer in range(spec.layers):
+        source = max(0, layer - lookahead)
+        yield Chunk(layer, hidden[:, source], active[:, layer], codes[:, layer], before[:, layer])
+
+
+def _power(chunk: Chunk) -> np.ndarray:
+    """Each active neuron's share of its token's squared contributions."""
+    power = decode_levels(chunk.codes, 1.0) ** 2 * chunk.active
+    return power / np.maximum(power.sum(axis=1, keepdims=True), np.float32(1e-30))
+
+
+def check_judged(trace: Trace) -> None:
+    """Raise InputError unless ``trace`` holds what predictors are trained and judged on."""
+    for name in ("hidden", "contribution"):
+        if getattr(trace, name) is None:
+            raise InputError(f"the trace holds no {name}; record it with --hidden and with its levels")
+
+
+class Split(NamedTuple):
+    """Decode tokens (row numbers, ascending) by what they are for, and the domains that are for the test only."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+    test_domains: tuple[str, ...]
+
+
+VALIDATION_EVERY = 8
+"""Every eighth of the prompts that are no test stops the training and sets the thresholds."""
+
+
+def split(trace: Trace, hold_out: tuple[str, ...]) -> Split:
+    """Rows by prompt: whole domains ``hold_out`` for the test, of the other prompts every eighth for validation.
+
+    Raises InputError for a domain that the trace does not name, and when no prompt is left for one of the three.
+    """
+    indices, domains = trace.meta.get("prompt_indices", ()), trace.meta.get("domains", ())
+    known = sorted(set(domains))
+    for name in hold_out:
+        if name not in known:
+            raise InputError(f"domain {name!r} is not in the trace; it holds {', '.join(known) or 'no domains'}")
+    sequence = trace.tokens["sequence"].to_numpy()
+    place = sequence % max(len(indices), 1) if len(indices) else sequence
+    order = np.array(indices) if len(indices) else np.arange(int(sequence.max(initial=0)) + 1)
+    test = np.isin(np.array(domains, object), hold_out) if len(domains) else np.zeros(len(order), bool)
+    others = np.sort(order[~test])
+    validation = np.isin(order, others[VALIDATION_EVERY // 2 :: VALIDATION_EVERY]) & ~test
+    decoded = (trace.tokens["phase"] == "decode").to_numpy()
+    parts = [np.flatnonzero(decoded & of[place]) for of in (~test & ~validation, validation, test)]
+    for name, part in zip(("train on", "validate on"), parts, strict=False):
+        if not len(part):
+            raise InputError(f"the trace has no decode token to {name}; record more prompts or hold out fewer domains")
+    return Split(parts[0], parts[1], parts[2], tuple(hold_out))
+
+
+def predictor_score(predictors: Predictors) -> Score:
+    """The trained predictors' logits."""
+    return lambda chunk: predictors.logits(chunk.layer, chunk.hidden)
+
+
+def static_score(frequency: np.ndarray) -> Score:
+    """A hot set that never changes: each neuron's place by ``frequency`` [layer, neuron], 0 to 1."""
+    places = _places(frequency)
+    return lambda chunk: np.broadcast_to(places[chunk.layer], chunk.active.shape)
+
+
+def previous_score(frequency: np.ndarray) -> Score:
+    """The token before's active set first, then the others, each by ``frequency``."""
+    places = _places(frequency)
+    return lambda chunk: (chunk.before + places[chunk.layer]) / 2
+
+
+def oracle_score(chunk: Chunk) -> np.ndarray:
+    """The neurons by their own contribution, which only a computed layer knows: the magnitude oracle."""
+    return _places(chunk.codes * chunk.active)
+
+
+def _places(values: np.ndarray) -> np.ndarray:
+    """Place of each of ``values`` in its row, ascending, above 0 and up to 1 (float32)."""
+    order = values.argsort(axis=-1, kind="stable")
+    places = np.empty(values.shape, np.float32)
+    count = values.shape[-1]
+    np.put_along_axis(places, order, (np.arange(count, dtype=np.float32) + 1) / count, axis=-1)
+    return places
+
+
+def frequency_of(trace: Trace, rows: np.ndarray) -> np.ndarray:
+    """Share of the tokens ``rows`` in which each neuron is active: float32 [layer, neuron]."""
+    total = np.zeros((trace.spec.layers, trace.spec.neurons), np.int64)
+    for start in range(0, len(rows), CHUNK):
+        total += bits.unpack(trace.active[rows[start : start + CHUNK]], trace.spec.neurons).sum(axis=0)
+    return (total / max(len(rows), 1)).astype(np.float32)
+
+
+def evaluate(
+    predictors: Predictors, trace: Trace, rows: np.ndarray, frequency: np.ndarray, progress: Progress = None
+) -> pd.DataFrame:
+    """One row a layer: the trained predictor at its threshold over the tokens ``rows``, others at the same size.
+
+    ``static`` is the hot set of ``frequency``, ``previous`` the token before's, ``oracle`` the largest contributions.
+    ``matched_recall`` is the recall (= precision) where as many neurons are predicted as are active; ``size`` the
+    share of the neurons with which a rival misses as little as the trained predictor does.
+    """
+    check_judged(trace)
+    predictors.check_trace(trace)
+    k = predictors.lookahead
+    trained = Curves.measure(trace, rows, [predictor_score(predictors)], k, LOGITS, progress)[0]
+    rivals = dict(static=static_score(frequency), previous=previous_score(frequency), oracle=oracle_score)
+    curves = Curves.measure(trace, rows, list(rivals.values()), k, PLACES, progress)
+    edge = np.searchsorted(LOGITS, predictors.cuts, side="left")
+    edge = np.where(np.isneginf(predictors.cuts), -1, np.minimum(edge, len(LOGITS) - 1))
+    point = trained.at(edge)
+    frame = pd.DataFrame(
+        {
+            "layer": range(trace.spec.layers),
+            "k": [layer - predictors.source(layer) for layer in range(trace.spec.layers)],
+            "rank": predictors.ranks,
+            "threshold": predictors.thresholds.astype(float),
+            "density": trained.density,
+            **point,
+            "matched_recall": trained.at_density(trained.density)["recall"],
+        }
+    )
+    for name, curve in zip(rivals, curves, strict=True):
+        same = curve.at_density(point["predicted"])
+        frame[f"{name}_recall"], frame[f"{name}_missed"] = same["recall"], same["missed"]
+        frame[f"{name}_matched_recall"] = curve.at_density(curve.density)["recall"]
+        frame[f"{name}_size"] = curve.at_missed(point["missed"])
+    return frame
+
+
+def calibrate_curve(
+    predictors: Predictors, trace: Trace, rows: np.ndarray, progress: Progress = None
+) -> pd.DataFrame:
+    """The calibration curve of ``predictors`` over the tokens ``rows``."""
+    check_judged(trace)
+    predictors.check_trace(trace)
+    score = predictor_score(predictors)
+    return calibration(Curves.measure(trace, rows, [score], predictors.lookahead, LOGITS, progress)[0])
+
+
+def calibration(curves: Curves, bins: int = 10) -> pd.DataFrame:
+    """How often a neuron was active whose predicted probability lay in each of ``bins`` equal parts, all layers."""
+    middle = np.concatenate([LOGITS[:1], (LOGITS[1:] + LOGITS[:-1]) / 2, LOGITS[-1:]])
+    chance = 1 / (1 + np.exp(-middle))
+    total, active = curves.total.sum(axis=0), curves.active.sum(axis=0)
+    part = np.minimum((chance * bins).astype(int), bins - 1)
+    count, hit, said = (np.bincount(part, w, bins) for w in (total, active, total * chance))
+    return pd.DataFrame(
+        {
+            "from": np.arange(bins) / bins,
+            "to": (np.arange(bins) + 1) / bins,
+            "neurons": count.astype(np.int64),
+            "predicted": said / np.maximum(count, 1),
+            "active": hit / np.maximum(count, 1),
+        }
+    )
+
+
+def modes(frame: pd.DataFrame, predictors: Predictors) -> pd.DataFrame:
+    """What each way to run reads of the FFN's bytes for a token, from the figures of ``evaluate``; the least first.
+
+    ``exact`` reads what tells activity of every neuron (gate first) and the rest of the active ones, and misses
+    nothing. ``static`` and ``predicted`` read whole neurons; at the predictor's missed contribution, and it its bytes.
+    """
+    spec = predictors.spec
+    examined = spec.examined_share
+    share = predictors.bytes / (spec.layers * spec.neurons * 2 * spec.matrices * spec.hidden)
+    missed = float(np.sqrt((frame["missed"] ** 2).mean()))
+    rows = {
+        "exact": (examined + (1 - examined) * frame["density"].mean(), 0.0),
+        "static": (frame["static_size"].mean(), missed),
+        "predicted": (frame["predicted"].mean() + share, missed),
+    }
+    table = pd.DataFrame([(name, float(read), lost) for name, (read, lost) in rows.items()])
+    return table.set_axis(["mode", "ffn_share_read", "missed"], axis=1).sort_values("ffn_share_read", ignore_index=True)
+
+
+def advice(table: pd.DataFrame) -> str:
+    """One sentence: which of ``modes`` to run, and whether the predictor is worth its bytes."""
+    read = table.set_index("mode")["ffn_share_read"]
+    best, missed = str(read.idxmin()), float(table["missed"].max())
+    figures = ", ".join(f"{name} {share:.1%}" for name, share in read.items())
+    if best == "predicted":
+        return f"run it predicted: a token reads {figures} of the FFN's bytes, {missed:.1%} of the output's norm missed"
+    why = "loses nothing" if best == "exact" else f"misses as little ({missed:.1%})"
+    return f"prediction is not worth its bytes: run it {best}, which {why}; a token reads {figures} of the FFN's bytes"

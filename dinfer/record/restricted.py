@@ -1,0 +1,88 @@
+"""Run a transformers model with its FFNs restricted to what predictors predict: perplexity, output error."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from dinfer.families import ffn_sites
+from dinfer.predictors import Predictors
+from dinfer.record.calibrate import perplexity
+from dinfer.record.generate import Loaded, thresholded
+from dinfer.trace import Trace
+
+
+@contextmanager
+def restricted(loaded: Loaded, predictors: Predictors, errors: np.ndarray | None = None) -> Iterator[None]:
+    """Run the model with every value at down's input set to 0 that the predictors did not predict.
+
+    Values below the activity threshold of magnitude kinds are 0 too. ``errors`` float64 [layer, 2], if given, adds
+    up per layer the relative error of the FFN's output against its own values, and the tokens.
+    """
+    spec, handles = loaded.spec, []
+    residual: list[torch.Tensor] = [torch.empty(0)] * spec.layers
+    layers = [tuple(map(torch.from_numpy, predictors.wide(layer))) for layer in range(spec.layers)]
+    activity = predictors.activity or (0.0,) * spec.layers
+    limits = activity if spec.sparsity_kind == "magnitude" else (0.0,) * spec.layers
+
+    def attach(layer: int, site: Any) -> None:
+        first, second, bias = layers[layer]
+
+        def before_norm(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            residual[layer] = inputs[0].detach()
+
+        def before_down(module: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
+            rows = residual[predictors.source(layer)].float()
+            rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + 1e-6)
+            chosen = rows @ first @ second + bias >= float(predictors.cuts[layer])
+            value = inputs[0] * (inputs[0].abs() > float(limits[layer]))
+            kept = value * chosen.reshape(value.shape)
+            if errors is not None:
+                weight = site.down.weight if site.down.weight.shape[1] == spec.neurons else site.down.weight.T
+                whole = torch.nn.functional.linear(value, weight).norm(dim=-1)
+                lost = torch.nn.functional.linear(value - kept, weight).norm(dim=-1)
+                errors[layer] += float(((lost / whole.clamp(min=1e-30)) ** 2).sum()), whole.numel()
+            return (kept,)
+
+        handles.append(site.norm.register_forward_pre_hook(before_norm))
+        handles.append(site.down.register_forward_pre_hook(before_down))
+
+    for layer, site in enumerate(ffn_sites(loaded.model, spec)):
+        attach(layer, site)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def texts_of(trace: Trace, rows: np.ndarray, most: int) -> list[list[int]]:
+    """Token ids of at most ``most`` sequences that hold ``rows``, prompts included, evenly spread."""
+    sequence = trace.tokens["sequence"].to_numpy()
+    numbers = np.unique(sequence[rows])
+    chosen = numbers[np.linspace(0, len(numbers) - 1, min(most, len(numbers))).round().astype(int)]
+    ids = trace.tokens["id"]
+    return [ids[sequence == number].tolist() for number in chosen]
+
+
+def perplexities(loaded: Loaded, predictors: Predictors, texts: list[list[int]]) -> pd.DataFrame:
+    """One row: perplexity of ``texts`` exact and predicted, their ratio, and the relative error of the FFN's output.
+
+    Exact is the same model with all its active neurons: of magnitude kinds the thresholded one. The error is the root
+    mean square over tokens and layers, measured, where ``Curves.missed`` assumes down columns at right angles.
+    """
+    spec = loaded.spec
+    errors = np.zeros((spec.layers, 2))
+    if spec.sparsity_kind == "magnitude":
+        with thresholded(loaded, predictors.activity):
+            exact = perplexity(loaded, texts)
+    else:
+        exact = perplexity(loaded, texts)
+    with restricted(loaded, predictors, errors):
+        predicted = perplexity(loaded, texts)
+    error = float(np.sqrt(errors[:, 0].sum() / errors[:, 1].sum()))
+    columns = {"texts": len(texts), "exact": exact, "predicted": predicted, "ratio": predicted / exact}
+    return pd.DataFrame([columns | {"output_error": error}])
