@@ -280,6 +280,7 @@ def plan(
     vram: Annotated[str, typer.Option(help="budget of GPU memory: 8GiB, or 50% to hold half of all neurons")],
     out: Annotated[Path, typer.Option("-o", "--output", help="new plan file, .json")],
     context: Annotated[int, typer.Option(help="tokens that the KV cache holds")] = 512,
+    batch: Annotated[int, typer.Option(help="sequences decoded together, 1 to 8")] = 1,
     solver: Annotated[str, typer.Option(help="greedy or ilp")] = "greedy",
     cache: Annotated[str, typer.Option(help="static, lru, hot_predicted or belady")] = "hot_predicted",
     lookahead: Annotated[int, typer.Option(help="layers ahead that a prefetch is started")] = 1,
@@ -310,9 +311,9 @@ def plan(
     where = load_machine(machine)
     spec = used.spec.with_dtype(dtype) if dtype else used.spec
     made = make_plan(
-        used, where, parse_budget(vram, spec, where, context), context=context, solver=solver, cache=cache,
-        lookahead=lookahead, window=window, activation=activation, prediction=prediction, issue=issue, spec=spec,
-        predictor=_predictor(predictor),
+        used, where, parse_budget(vram, spec, where, context, batch), context=context, batch=batch, solver=solver,
+        cache=cache, lookahead=lookahead, window=window, activation=activation, prediction=prediction, issue=issue,
+        spec=spec, predictor=_predictor(predictor),
     )  # fmt: skip
     made.save(out)
     print_table(memory_table(made.memory), title=f"GPU memory of {made.spec.name} on {made.machine.name}")

@@ -226,13 +226,19 @@ ISSUES = ("copy", "block", "gather")
 
 
 def layer_costs(
-    spec: ModelSpec, machine: Machine, activation: str = "exact", issue: str = "gather", predictor_rank: int = 0
+    spec: ModelSpec,
+    machine: Machine,
+    activation: str = "exact",
+    issue: str = "gather",
+    predictor_rank: int = 0,
+    batch: int = 1,
 ) -> LayerCosts:
     """The costs of ``spec`` on ``machine``.
 
     With ``exact`` activation every neuron of a side is examined (``spec.examined_share`` of its bytes) and the
     active ones read the rest; with ``predicted`` the predicted neurons read both parts, the others nothing.
     ``issue`` is one of ISSUES: with ``copy`` each neuron pays the link's fixed seconds, else each prefetch once.
+    ``batch`` sequences decoded together read each weight once, and do the flops and move the states of each.
     """
     if activation not in ("exact", "predicted"):
         raise InputError(f"activation {activation!r} is not one of exact, predicted")
@@ -243,8 +249,8 @@ def layer_costs(
     gate_bytes = row_bytes * spec.examined_share
     rest_bytes = row_bytes - gate_bytes
     exact = activation == "exact"
-    flops_per_byte = 2 * 8 / BITS_PER_WEIGHT[spec.dtype]
-    state_bytes = spec.hidden * 4.0  # the residual and the partial sum cross the link in fp32
+    flops_per_byte = batch * 2 * 8 / BITS_PER_WEIGHT[spec.dtype]
+    state_bytes = batch * spec.hidden * 4.0  # the residual and the partial sum cross the link in fp32
 
     def rate(cost: Cost) -> float:
         return max(1 / cost.bytes_per_second, flops_per_byte / cost.flops_per_second)
@@ -268,7 +274,7 @@ def layer_costs(
         merge_seconds=gpu.merge.seconds(state_bytes),
         predict_seconds=gpu.predict.seconds(predictor_bytes) if predictor_rank else 0.0,
         schedule_seconds=cpu.schedule.fixed_seconds,
-        head_seconds=gpu.head.seconds(spec.head_bytes, 2 * spec.vocab * spec.hidden),
+        head_seconds=gpu.head.seconds(spec.head_bytes, batch * 2 * spec.vocab * spec.hidden),
         neuron_bytes=float(row_bytes),
         gate_bytes=gate_bytes if exact else 0.0,
         gpu_dram_bytes=float(row_bytes) if machine.emulated else 0.0,

@@ -72,7 +72,7 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def parse_budget(text: str, spec: "ModelSpec", machine: "Machine", context: int) -> int:
+def parse_budget(text: str, spec: "ModelSpec", machine: "Machine", context: int, batch: int = 1) -> int:
     """Bytes of ``text``: a size, or a percentage of all neurons that the budget shall hold."""
     from dinfer.solve import budget_for_share
     from dinfer.units import parse_bytes
@@ -83,7 +83,7 @@ def parse_budget(text: str, spec: "ModelSpec", machine: "Machine", context: int)
         share = float(text.strip()[:-1]) / 100
     except ValueError:
         raise InputError(f"vram {text!r} is no percentage; write 50% or a size such as 8GiB") from None
-    return budget_for_share(spec, machine, share, context)
+    return budget_for_share(spec, machine, share, context, batch)
 
 
 def parse_link(text: str, device: str) -> "Link":

@@ -27,6 +27,8 @@ FORMAT = "dinfer-plan"
 VERSION = 1
 ACTIVATION_MODES = ("exact", "predicted")
 PREDICTIONS = ("oracle", "previous", "trained")
+MOST_SEQUENCES = 8
+"""Most sequences decoded together: beyond, the union of their active sets is most of a layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,15 +36,15 @@ class Plan:
     """Everything that a run needs to know beforehand.
 
     ``cache`` names a policy and its parameters; ``lookahead`` is in layers; ``window`` is the most neurons that one
-    prefetch may move, None to size it from the time left by the believed costs. ``activation``: ``exact`` computes
-    its gates and loses nothing, ``predicted`` computes the predicted set only. ``prediction``: ``previous`` is the
-    layer's active set of the token before, ``oracle`` the trace's own (simulation and replay only), ``trained`` what
-    a predictor computes from the residual ``lookahead`` layers before; ``predictor`` then names it (``Predictors.tag``)
-    and is empty otherwise. ``issue``: how a
-    prefetch moves (machine.ISSUES). ``vram_bytes`` is the whole GPU budget, ``memory`` its breakdown in bytes by
-    term, ``context`` the tokens that the KV cache holds. ``thresholds`` [layer]: values of magnitude kinds at most
-    this large are inactive (0: none). ``frequency`` float32 [layer, neuron] is the offline history that caches start
-    from. ``weights`` is the checkpoint's fingerprint, empty for a plan that is not bound to weights.
+    prefetch may move, None to size it from the time left by the believed costs. ``activation``: ``exact`` computes its
+    gates and loses nothing, ``predicted`` computes the predicted set only. ``prediction``: ``previous`` is the layer's
+    active set of the token before, ``oracle`` the trace's own (simulation and replay only), ``trained`` what a
+    predictor computes from the residual ``lookahead`` layers before; ``predictor`` then names it (``Predictors.tag``)
+    and is empty otherwise. ``issue``: how a prefetch moves (machine.ISSUES). ``vram_bytes`` is the whole GPU budget,
+    ``memory`` its breakdown in bytes by term, ``context`` the tokens that the KV cache holds of each of ``batch``
+    sequences decoded together. ``thresholds`` [layer]: values of magnitude kinds at most this large are inactive (0:
+    none). ``frequency`` float32 [layer, neuron] is the offline history that caches start from. ``weights`` is the
+    checkpoint's fingerprint, empty for a plan that is not bound to weights.
     """
 
     spec: ModelSpec
@@ -58,6 +60,7 @@ class Plan:
     issue: str = "gather"
     vram_bytes: int = 0
     context: int = 512
+    batch: int = 1
     memory: Mapping[str, int] = field(default_factory=dict)
     thresholds: tuple[float, ...] = ()
     solver: Mapping[str, Any] = field(default_factory=dict)
@@ -78,6 +81,8 @@ class Plan:
             raise InputError(f"lookahead is {self.lookahead}; it must be between 0 and {self.spec.layers - 1} layers")
         if self.window is not None and self.window < 0:
             raise InputError(f"window is {self.window} neurons; it must be 0 or more, or left out to be sized")
+        if not 1 <= self.batch <= MOST_SEQUENCES:
+            raise InputError(f"batch is {self.batch} sequences; it must be between 1 and {MOST_SEQUENCES}")
         if len(self.thresholds) not in (0, self.spec.layers):
             raise InputError(f"thresholds has {len(self.thresholds)} values for {self.spec.layers} layers")
         if self.thresholds and any(self.thresholds) and self.spec.sparsity_kind == "relu":
@@ -115,7 +120,8 @@ class Plan:
     @property
     def costs(self) -> LayerCosts:
         """The believed costs: of this model on this plan's machine."""
-        return layer_costs(self.spec, self.machine, self.activation, self.issue, self.predictor.get("rank", 0))
+        rank = self.predictor.get("rank", 0)
+        return layer_costs(self.spec, self.machine, self.activation, self.issue, rank, self.batch)
 
     @property
     def beliefs(self) -> "Beliefs":
@@ -174,6 +180,7 @@ class Plan:
             "issue": self.issue,
             "vram": exact_bytes(self.vram_bytes),
             "context": self.context,
+            "batch": self.batch,
             "memory": dict(self.memory),
             "thresholds": list(self.thresholds),
             "slots": self.placement.slots.tolist(),
@@ -228,7 +235,7 @@ class Plan:
 
 
 _PLAIN_FIELDS = (
-    "cache lookahead window activation prediction predictor issue context memory solver trace weights".split()
+    "cache lookahead window activation prediction predictor issue context batch memory solver trace weights".split()
 )
 
 

@@ -167,21 +167,37 @@ WORK = ("gpu_active", "cpu_active", "fetched", "wasted")
 """Columns of a run's work: active neurons computed on each side, neurons fetched, fetched but then not active."""
 
 
+class Answer(NamedTuple):
+    """What was written in one sequence: text and token ids."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """What a simulated or real run did: the times, the work and the decisions.
 
     ``work`` int32 [token, layer, 4] with columns WORK. ``fetch`` and ``evict`` int32: the ids of all decisions in
-    order of token and layer, ``work[:, :, 2]`` says how many belong to each. ``text`` and ``ids`` are what a real
-    run wrote.
+    order of token and layer, ``work[:, :, 2]`` says how many belong to each. ``answers`` are what a real run wrote,
+    one for each sequence; of a batch each row of ``work`` is a step of all.
     """
 
     timeline: Timeline
     work: np.ndarray
     fetch: np.ndarray
     evict: np.ndarray
-    text: str = ""
-    ids: tuple[int, ...] = ()
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The first answer's text; empty when nothing was written."""
+        return self.answers[0].text if self.answers else ""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The first answer's token ids."""
+        return self.answers[0].ids if self.answers else ()
 
     @property
     def gpu_share(self) -> float:

@@ -124,20 +124,26 @@ class Trace:
         of their positions: the context whose KV is read. Left-over sequences are dropped.
         Raises InputError when the trace has fewer than ``size`` sequences with decode tokens.
         """
+        tables, actives = [], []
+        for number, parts in enumerate(self.together(size)):
+            position = np.sum([part.tokens["position"].to_numpy() for part in parts], axis=0)
+            tables.append(parts[0].tokens.assign(sequence=np.int32(number), position=position))
+            actives.append(np.bitwise_or.reduce([part.active for part in parts]))
+        tokens = _as_token_table(tables)
+        return Trace(self.spec, tokens, np.concatenate(actives), {**self.meta, "batch": size})
+
+    def together(self, size: int) -> list[list["Trace"]]:
+        """The decode tokens of ``size`` sequences at a time, each cut to the shortest of them; see ``batched``."""
         decoded = self.phase("decode")
         numbers = decoded.tokens["sequence"].unique()
         if not 1 <= size <= len(numbers):
             raise InputError(f"batch is {size}; it must be 1 to {len(numbers)}, the sequences that the trace decodes")
-        groups = [numbers[i : i + size] for i in range(0, len(numbers) - size + 1, size)]
-        tables, actives = [], []
-        for number, group in enumerate(groups):
-            parts = [decoded.sequence(int(sequence)) for sequence in group]
+        groups = []
+        for i in range(0, len(numbers) - size + 1, size):
+            parts = [decoded.sequence(int(sequence)) for sequence in numbers[i : i + size]]
             steps = min(len(part) for part in parts)
-            position = np.sum([part.tokens["position"].to_numpy()[:steps] for part in parts], axis=0)
-            tables.append(parts[0].tokens.iloc[:steps].assign(sequence=np.int32(number), position=position))
-            actives.append(np.bitwise_or.reduce([part.active[:steps] for part in parts]))
-        tokens = _as_token_table(tables)
-        return Trace(self.spec, tokens, np.concatenate(actives), {**self.meta, "batch": size})
+            groups.append([part.rows(np.arange(len(part)) < steps) for part in parts])
+        return groups
 
     @property
     def fingerprint(self) -> str:

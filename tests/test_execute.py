@@ -14,8 +14,8 @@ from dinfer import bits
 from dinfer.errors import InputError
 from dinfer.exec import Session, execute
 from dinfer.exec.bank import Bank
-from dinfer.exec.execute import sample
 from dinfer.exec.link import EmulatedLink
+from dinfer.exec.prompts import sample
 from dinfer.families import open_checkpoint
 from dinfer.machine import Cost, Device, Link, Machine
 from dinfer.placement import Placement
@@ -118,6 +118,13 @@ def relu_trace(tiny_models, tmp_path_factory):
     return record(tiny_models["llama-relu"], prompts(3), tokens=36, out=tmp_path_factory.mktemp("t") / "trace")
 
 
+@pytest.fixture(scope="module")
+def short_traces(tiny_models, tmp_path_factory):
+    """Five short sequences of the tiny ReLU model: two batches of two, and one left over."""
+    out = tmp_path_factory.mktemp("t") / "short"
+    return record(tiny_models["llama-relu"], prompts(5), tokens=50, out=out, max_new_tokens=10, levels=False)
+
+
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("prediction", ["oracle", "previous"])
 @pytest.mark.parametrize("cache", sorted(CACHES))
@@ -131,6 +138,65 @@ def test_a_replay_decides_as_the_simulator_does(tiny_models, relu_trace, cache, 
     assert cache == "static" or len(executed.fetch) > 100
     # the model's own activity is the recorded one: the work is the same too
     assert np.array_equal(executed.work, simulated.work)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_writes_what_each_prompt_gets_alone(tiny_models, name):
+    # prompts of unlike lengths side by side: the same tokens and logits as one at a time
+    plan = make_plan(tiny_models[name], 60, cache={"name": "lru"}, batch=3)
+    with Session(plan, tiny_models[name], "cpu") as session:
+        for group in (prompts(9)[:3], prompts(9)[3:5]):
+            seen: list[torch.Tensor] = []
+            both = session.generate(group, max_tokens=24, stop=False, on_logits=seen.append)
+            assert both.timeline.tokens == 23 * len(group)
+            assert both.work.shape[0] == 23
+            for index, ids in enumerate(group):
+                alone: list[torch.Tensor] = []
+                run = session.generate(ids, max_tokens=24, stop=False, on_logits=alone.append)
+                assert both.answers[index] == run.answers[0]
+                ours, theirs = torch.stack(seen)[:, index], torch.stack(alone)
+                assert (ours - theirs).norm() / theirs.norm() < 1e-5
+
+
+def test_a_sequence_that_ends_leaves_the_batch(tiny_models, monkeypatch):
+    # the others go on as if it had never been there
+    plan = make_plan(tiny_models["llama-relu"], 60, batch=3)
+    group = prompts(3)
+    with Session(plan, tiny_models["llama-relu"], "cpu") as session:
+        whole = session.generate(group, max_tokens=24, stop=False)
+        end = whole.answers[1].ids[5]
+        monkeypatch.setitem(session.checkpoint.config, "eos_token_id", end)
+        run = session.generate(group, max_tokens=24)
+    for kept, full in zip(run.answers, whole.answers, strict=True):
+        upto = full.ids.index(end) + 1 if end in full.ids else 24
+        assert kept.ids == full.ids[:upto]
+    assert len(run.answers[1].ids) <= 6
+    assert run.timeline.tokens == sum(len(answer.ids) - 1 for answer in run.answers)
+
+
+def test_a_prompt_draws_the_same_alone_and_in_a_batch(tiny_models):
+    plan = make_plan(tiny_models["llama-silu"], 60, batch=2)
+    group = prompts(2)
+    with Session(plan, tiny_models["llama-silu"], "cpu") as session:
+        both = session.generate(group, max_tokens=12, temperature=0.9, seed=5)
+        alone = [session.generate(group[i], max_tokens=12, temperature=0.9, seed=5 + i) for i in range(2)]
+    assert [answer.ids for answer in both.answers] == [run.ids for run in alone]
+
+
+@pytest.mark.parametrize("activation", ["exact", "predicted"])
+@pytest.mark.parametrize("prediction", ["oracle", "previous"])
+def test_a_batched_replay_decides_as_the_simulator_does(tiny_models, short_traces, prediction, activation):
+    plan = make_plan(
+        tiny_models["llama-relu"], 60, cache={"name": "hot_predicted"}, prediction=prediction, batch=2,
+        activation=activation,
+    )  # fmt: skip
+    simulated = simulate(plan, short_traces)
+    executed = execute(plan, tiny_models["llama-relu"], replay=short_traces, device="cpu")
+    assert executed.same_decisions(simulated)
+    assert executed.timeline.tokens == simulated.timeline.tokens == 2 * len(executed.work)
+    assert len(executed.fetch) > 50
+    if activation == "exact":
+        assert np.array_equal(executed.work, simulated.work)
 
 
 @pytest.mark.parametrize("issue", ["copy", "block", "gather"])
@@ -263,6 +329,12 @@ def test_bad_input_is_refused_at_the_door(tiny_models, relu_trace):
         "with a trained --predictor"
     ):
         execute(replace(plan, activation="predicted"), relu, [1], device="cpu")
+    with refuses("2 prompts are more than the plan's batch of 1, whose KV is in its budget; plan with --batch 2"):
+        execute(plan, relu, [[1], [2]], device="cpu")
+    with refuses("the trace is batched already; give it as it was recorded, the plan says --batch"):
+        execute(plan, relu, replay=relu_trace.batched(1), device="cpu")
+    with refuses("batch is 9 sequences; it must be between 1 and 8"):
+        replace(plan, batch=9)
     with refuses("tokens is 0; it must be at least 1"):
         execute(plan, relu, [1], device="cpu", max_tokens=0)
     with refuses("temperature is -1; it must be at least 0 (0 is greedy)"):

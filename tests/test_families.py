@@ -32,17 +32,17 @@ def ffn(model, layer, neurons, hidden, family, spec):
     return act(x @ ups[0].T + neurons.up_bias.to(x)) @ down + neurons.down_bias.to(x)
 
 
-def logits_of(directory, dtype, pieces):
-    """Logits [tokens, vocab] of IDS, fed in ``pieces`` of so many tokens."""
+def logits_of(directory, dtype, pieces, context=64):
+    """Logits [tokens, vocab] of IDS, fed in ``pieces`` of so many tokens; the caches hold ``context`` tokens."""
     checkpoint = open_checkpoint(directory)
     spec, family = checkpoint.spec, FAMILIES[checkpoint.spec.family]
     model = family.dense(checkpoint, 64, torch.device("cpu"), dtype)
-    cache = torch.zeros(spec.layers, 2, spec.kv_heads, 64, spec.head_dim, dtype=dtype)
+    cache = torch.zeros(spec.layers, 2, spec.kv_heads, context, spec.head_dim, dtype=dtype)
     out, start = [], 0
     for length in pieces:
-        hidden = family.embed(model, torch.tensor(IDS[start : start + length]), start)
+        hidden = family.embed(model, torch.tensor(IDS[start : start + length]), [start])
         for layer in range(spec.layers):
-            hidden = family.attention(model, layer, hidden, cache[layer], start)
+            hidden = family.attention(model, layer, hidden, [cache[layer]], [start])
             neurons = checkpoint.neurons(layer)
             hidden = hidden + ffn(model, layer, neurons, hidden, family, spec)
         out.append(family.head(model, hidden))
@@ -61,6 +61,18 @@ def test_logits_equal_transformers(models, name, pieces, dtype):
         expected = model(torch.tensor([IDS])).logits[0]
         given = logits_of(models[name], dtype, pieces)
     assert (given - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize("pieces", [(40,), (17, *[1] * 23), (9, 20, 1, 10), (3, 3, 1, 33)])
+def test_a_ring_of_the_windows_length_is_enough(models, pieces):
+    """A layer that sees a window keeps no more of it:
+    the same logits as a cache of the whole context."""
+    window = open_checkpoint(models["mistral-window"]).spec.windows[0]
+    assert window < len(IDS)
+    with torch.inference_mode():
+        whole = logits_of(models["mistral-window"], torch.float64, pieces)
+        ring = logits_of(models["mistral-window"], torch.float64, pieces, context=window)
+    assert (ring - whole).norm() / whole.norm() < 1e-12
 
 
 @pytest.mark.parametrize("name", ["llama-silu", "llama-relu", "opt"])

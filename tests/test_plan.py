@@ -170,9 +170,11 @@ TEXT = """\
  "window": null,
  "activation": "exact",
  "prediction": "previous",
+ "predictor": {},
  "issue": "gather",
  "vram": "4KiB",
  "context": 512,
+ "batch": 1,
  "memory": {
   "neurons": 384
  },
@@ -185,12 +187,12 @@ TEXT = """\
   "name": "greedy",
   "objective": 2.0
  },
- "fingerprint": "897767524027412e"
+ "fingerprint": "4305c2d61ed3bef7"
 }
 """
 
 ARRAYS = (
-    b'{"__metadata__":{"plan":"897767524027412e"},'
+    b'{"__metadata__":{"plan":"4305c2d61ed3bef7"},'
     b'"resident":{"dtype":"U64","shape":[2,1],"data_offsets":[0,16]},'
     b'"frequency":{"dtype":"F32","shape":[2,4],"data_offsets":[16,48]}}'
 )
@@ -283,6 +285,7 @@ def test_a_float64_frequency_is_saved_as_float32(tmp_path):
         {"window": 3},
         {"cache": {"name": "lru"}},
         {"context": 513},
+        {"batch": 2},
         {"weights": "abc"},
         {"trace": "abc"},
         {"vram_bytes": 4097},
@@ -376,6 +379,7 @@ def test_every_field_is_needed(saved, name):
         ("lookahead", 0),
         ("window", 3),
         ("context", 1024),
+        ("batch", 2),
         ("vram", "8KiB"),
         ("cache", {"name": "lru"}),
         ("slots", [1, 2]),
@@ -399,7 +403,7 @@ def test_an_edited_field_is_found(saved, name, value):
         ("lookahead", 2, "lookahead is 2; it must be between 0 and 1 layers"),
         ("window", -1, "window is -1 neurons; it must be 0 or more, or left out to be sized"),
         ("activation", "guess", "activation 'guess' is not one of exact, predicted"),
-        ("prediction", "crystal", "prediction 'crystal' is not one of oracle, previous"),
+        ("prediction", "crystal", "prediction 'crystal' is not one of oracle, previous, trained"),
         ("issue", "mail", "issue 'mail' is not one of copy, block, gather"),
         ("thresholds", [0.5], "thresholds has 1 values for 2 layers"),
         (

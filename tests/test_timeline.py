@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dinfer.errors import InputError
-from dinfer.timeline import SPAN_DTYPE, STEPS, STREAMS, Run, Span, Timeline
+from dinfer.timeline import SPAN_DTYPE, STEPS, STREAMS, Answer, Run, Span, Timeline
 
 SPANS = [
     Span(0, 0, "attention", "gpu", 0.0, 0.25),
@@ -159,7 +159,7 @@ def test_a_run_gives_its_share_and_compares_its_decisions():
     ids = np.array([5, 7], np.int32)
     run = Run(TIMELINE, work, ids, ids + 1)
     assert run.gpu_share == 0.5
-    assert run.same_decisions(replace(run, work=work * [2, 1, 1, 5], text="other"))
+    assert run.same_decisions(replace(run, work=work * [2, 1, 1, 5], answers=(Answer("other", (1,)),)))
     assert not run.same_decisions(replace(run, fetch=ids[::-1]))
     assert not run.same_decisions(replace(run, evict=ids))
     assert not run.same_decisions(replace(run, work=work[::-1]))

@@ -1,6 +1,7 @@
 """One decoded token, for real: the same functions in the same order as sim/decode.py, doing the work."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,9 +39,11 @@ class Running:
     """A model being run under a plan: weights, threads, the cache's state and what is known of activity.
 
     ``predictions`` uint64 [layer, words] is what each layer's next step takes as predicted when nothing is replayed:
-    its active set of the token before. ``prefills`` holds tokens and seconds of each prompt.
-    ``kv`` [layer, 2, kv_heads, context, head_dim]. ``residual`` is what a trained ``predictor`` sees, ``replayed``
-    uint64 [token, layer, words] what it said of a replayed trace.
+    its active set of the token before, of a batch the union. ``prefills`` holds tokens and seconds of each prompt.
+    ``kv`` [layer][sequence] are the caches [2, kv_heads, context, head_dim], ``going`` the sequences that still decode,
+    ``decoded`` the tokens so far (``clock.token`` counts steps of the batch).
+    ``residual`` is what a trained ``predictor`` sees, ``replayed`` uint64 [token, layer, words] what it said of a
+    replayed trace.
     """
 
     plan: Plan
@@ -49,12 +52,15 @@ class Running:
     link: Transport
     workers: Workers
     clock: Clock
-    kv: torch.Tensor
+    device: torch.device
+    kv: list[list[torch.Tensor]]
     state: np.ndarray
     replay: Trace | None = None
     first: np.ndarray | None = None
     predictor: LivePredictor | None = None
     replayed: np.ndarray | None = None
+    going: Sequence[int] = (0,)
+    decoded: int = 0
     predictions: np.ndarray = field(init=False)
     residual: torch.Tensor = field(init=False)
     copies: dict[int, Any] = field(default_factory=dict)
@@ -91,18 +97,22 @@ class Running:
         self.workers.close()
 
 
-def decode_token(run: Running, token_id: int, position: int) -> torch.Tensor:
-    """Logits [vocab] after ``token_id`` at ``position``: for each layer attention, schedule ahead, FFN; then head."""
+def decode_token(run: Running, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """Logits [sequence, vocab] after one token of each sequence that is ``going``: its id and position.
+
+    For each layer attention, schedule ahead, FFN; then the head.
+    """
     spec = run.plan.spec
     run.work.append(np.zeros((spec.layers, 4), np.int32))
-    hidden = run.family.embed(run.dense, torch.tensor([token_id], device=run.kv.device), position)
+    hidden = run.family.embed(run.dense, torch.tensor(ids, device=run.device), positions)
     for layer in range(spec.layers):
-        hidden, x = attention(run, layer, hidden, position)
+        hidden, x = attention(run, layer, hidden, positions)
         if run.schedules:
             run.residual = hidden
             first, last = targets(layer, run.plan.lookahead, spec.layers)
             for target in range(first, last):
                 schedule(run, target)
+            run.clock.lap(layer, "wait")
         hidden = ffn(run, layer, hidden, x)
     return head(run, hidden)
 
@@ -113,10 +123,11 @@ def targets(layer: int, lookahead: int, layers: int) -> tuple[int, int]:
 
 
 def attention(
-    run: Running, layer: int, hidden: torch.Tensor, position: int
+    run: Running, layer: int, hidden: torch.Tensor, positions: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The GPU's attention with its norms: the un-normalised residual and the FFN's input, [1, hidden] each."""
-    hidden = run.family.attention(run.dense, layer, hidden, run.kv[layer], position)
+    """The GPU's attention with its norms: the un-normalised residual and the FFN's input, [sequence, hidden] each."""
+    caches = [run.kv[layer][sequence] for sequence in run.going]
+    hidden = run.family.attention(run.dense, layer, hidden, caches, positions)
     x = run.family.ffn_input(run.dense, layer, hidden)
     run.clock.lap(layer, "attention")
     return hidden, x
@@ -190,10 +201,12 @@ def prefetch(run: Running, token: int, layer: int, n: int) -> None:
 
 def ffn(run: Running, layer: int, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Both sides' parts and the merge; the GPU waits for its neurons, then for the CPU's partial sum."""
-    wait(run, layer)
     share = run.share.get(layer) or Share(None, run.bank.bucket[layer], run.bank.cold[layer])
     if len(share.cpu_ids):
-        run.workers.start(layer, x[0].float().cpu().numpy(), share.cpu_ids)
+        run.workers.start(layer, x.float().cpu().numpy(), share.cpu_ids)
+    if layer in run.copies:
+        run.clock.lap(layer, "ffn_gpu")  # handing over, which stands in the GPU's part where there is no copy
+        wait(run, layer)
     total, values = ffn_gpu(run, layer, x, share)
     partial = None
     if len(share.cpu_ids):
@@ -207,17 +220,15 @@ def ffn(run: Running, layer: int, hidden: torch.Tensor, x: torch.Tensor) -> torc
 
 
 def wait(run: Running, layer: int) -> None:
-    """The barrier: the layer's prefetch has landed."""
-    copy = run.copies.pop(layer, None)
-    if copy is not None:
-        run.link.wait(copy)
-        run.clock.lap(layer, "wait")
+    """The GPU's barrier: the layer's prefetch has landed."""
+    run.link.wait(run.copies.pop(layer))
+    run.clock.lap(layer, "wait")
 
 
 def ffn_gpu(run: Running, layer: int, x: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sum [1, hidden] and values of the neurons in the GPU's share."""
+    """Partial sums [sequence, hidden] and values [sequence, neuron] of the neurons in the GPU's share."""
     if not len(share.gpu_ids):
-        return torch.zeros_like(x), x.new_zeros(0)
+        return torch.zeros_like(x), x.new_zeros(len(x), 0)
     rows, bias = run.bank.slots[layer], None
     if share.slots is not None:
         rows = rows[share.slots]
@@ -225,7 +236,7 @@ def ffn_gpu(run: Running, layer: int, x: torch.Tensor, share: Share) -> tuple[to
         bias = run.bank.up_bias[layer][torch.from_numpy(share.gpu_ids).long()].to(x.device, x.dtype)
     total, values = kernels_gpu.ffn(rows, x, run.plan.spec, bias, float(run.value_thresholds[layer]))
     run.clock.lap(layer, "ffn_gpu", rows.shape[0])
-    return total, values[0]
+    return total, values
 
 
 def merge(run: Running, layer: int, total: torch.Tensor, partial: Partial) -> torch.Tensor:
@@ -242,19 +253,25 @@ def observe(
 ) -> None:
     """Learn who was active: the next token's prediction, and the log of the work."""
     active = np.zeros(run.plan.spec.words, np.uint64)
-    on_gpu = add_members(active, gpu_ids, gpu_values.float().cpu().numpy())
-    on_cpu = 0 if partial is None else add_members(active, partial.ids, partial.values)
+    on_gpu = add_members(active, gpu_ids, largest(gpu_values.float().cpu().numpy()))
+    on_cpu = 0 if partial is None else add_members(active, partial.ids, largest(partial.values))
     run.predictions[layer] = active
     fetched = run.fetched.get(layer, NO_IDS)
     run.work[run.clock.token][layer] = on_gpu, on_cpu, len(fetched), len(fetched) - count_members(active, fetched)
 
 
+def largest(values: np.ndarray) -> np.ndarray:
+    """A batch's values float32 [sequence, neuron] as [neuron]: 0 where the neuron is inactive in every sequence."""
+    return values[0] if len(values) == 1 else np.abs(values).max(axis=0)
+
+
 def head(run: Running, hidden: torch.Tensor) -> torch.Tensor:
-    """Final norm and output projection: logits [vocab]; ``end_token`` laps it together with the sampling."""
-    return run.family.head(run.dense, hidden)[0]
+    """Final norm and output projection: logits [sequence, vocab]; ``end_token`` laps it with the sampling."""
+    return run.family.head(run.dense, hidden)
 
 
 def end_token(run: Running) -> None:
-    """The token is sampled: close its head's lap."""
+    """Each sequence's token is sampled: close the head's lap."""
     run.clock.lap(-1, "head")
     run.clock.token += 1
+    run.decoded += len(run.going)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,28 @@ import numpy as np
 import torch
 
 from dinfer.errors import InputError
-from dinfer.exec import kernels_gpu
 from dinfer.exec.bank import Bank, fill_bank
 from dinfer.exec.clock import Clock
 from dinfer.exec.decode import Running, decode_token, end_token
 from dinfer.exec.link import CudaLink, EmulatedLink, Transport
 from dinfer.exec.predictor import LivePredictor
+from dinfer.exec.prefill import timed_prefill
+from dinfer.exec.prompts import (
+    Chooser,
+    Pieces,
+    Prompt,
+    check_sampling,
+    encode,
+    listed,
+    open_tokenizer,
+    sample,
+    stop_ids,
+)
 from dinfer.exec.workers import Workers
 from dinfer.families import FAMILIES, TORCH_DTYPES, Checkpoint, open_checkpoint
-from dinfer.machine import PREFILL_CHUNK
 from dinfer.plan import Plan
 from dinfer.predictors import Predictors
-from dinfer.timeline import Run, Timeline
+from dinfer.timeline import Answer, Run, Timeline
 from dinfer.trace import Trace
 
 SWITCH_SECONDS = 1e-4
@@ -32,7 +41,7 @@ SWITCH_SECONDS = 1e-4
 def execute(
     plan: Plan,
     model: str | Path,
-    prompt: str | Sequence[int] | None = None,
+    prompt: Prompt | Sequence[Prompt] | None = None,
     *,
     replay: Trace | None = None,
     device: str = "cuda",
@@ -41,18 +50,18 @@ def execute(
     top_p: float = 1.0,
     seed: int = 0,
     chat: bool = True,
-    on_text: Callable[[str], None] | None = None,
+    on_text: Callable[..., None] | None = None,
     cpu_threads: int | None = None,
     predictor: Predictors | None = None,
 ) -> Run:
     """Run ``plan`` on the model in directory ``model`` and return what happened.
 
-    ``prompt`` is text (put into the chat template where the tokenizer has one and ``chat`` is true) or token ids;
+    ``prompt`` is text (put into the chat template where the tokenizer has one and ``chat`` is true), token ids, or a
+    list of such prompts that are decoded together; see ``Session.generate`` for these and ``on_text``.
     ``replay`` decodes the tokens of a trace instead, with its activity as prediction. ``device`` is "cuda" or "cpu";
     on "cpu" the GPU is a torch CPU device and the link is emulated at the plan machine's rate. ``temperature`` 0 is
-    greedy. ``on_text`` gets each new piece of text. ``predictor`` is the one that a "trained" plan names.
-    Raises InputError for a plan of another model or predictor, a missing device, an empty prompt, or a context that
-    the plan's KV cache cannot hold.
+    greedy. ``predictor`` is the one that a "trained" plan names. Raises InputError for a plan of another model or
+    predictor, a missing device, an empty prompt, or a context that the plan's KV cache cannot hold.
     """
     with Session(plan, model, device, cpu_threads, predictor) as session:
         if replay is not None:
@@ -106,7 +115,7 @@ class Session:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt | Sequence[Prompt],
         *,
         max_tokens: int = 64,
         temperature: float = 0.0,
@@ -114,14 +123,91 @@ class Session:
         seed: int = 0,
         chat: bool = True,
         stop: bool = True,
-        on_text: Callable[[str], None] | None = None,
+        on_text: Callable[..., None] | None = None,
         on_logits: Callable[[torch.Tensor], None] | None = None,
     ) -> Run:
         """Decode up to ``max_tokens`` tokens after ``prompt``, ending at the model's end token when ``stop`` is true.
 
-        ``on_text`` gets each new piece of text, ``on_logits`` the logits [vocab] that each token was chosen from.
+        A list of prompts, at most the plan's ``batch``, is decoded together; a sequence that ends leaves the others.
+        Prompt i draws from ``seed + i``. ``on_text`` gets each new piece of text (of a list also which prompt's),
+        ``on_logits`` the logits [vocab] that each token was chosen from (of a list [sequences still going, vocab]).
         """
-        _check_sampling(max_tokens, temperature, top_p)
+        check_sampling(max_tokens, temperature, top_p)
+        self._check_predictions()
+        prompts = listed(prompt)
+        several = prompts != [prompt]
+        tokenizer = open_tokenizer(self.checkpoint) if any(isinstance(p, str) for p in prompts) else None
+        encoded = [encode(one, tokenizer, chat) for one in prompts]
+        self._check_batch(len(encoded))
+        self._check_context(max(map(len, encoded)) + max_tokens)
+        stops = stop_ids(self.checkpoint, tokenizer) if stop else set()
+        choose = [Chooser(temperature, top_p, seed + index) for index in range(len(encoded))]
+        pieces = [Pieces(tokenizer) for _ in encoded]
+        written: list[list[int]] = [[] for _ in encoded]
+        run = self._start(None)
+        try:
+            logits = torch.stack([timed_prefill(run, index, ids) for index, ids in enumerate(encoded)])
+            run.going = range(len(encoded))
+            run.clock.resume()
+            while True:
+                if on_logits is not None:
+                    on_logits(logits if several else logits[0])
+                for index, row in zip(run.going, logits, strict=True):
+                    token = choose[index].token(row)
+                    written[index].append(token)
+                    if on_text is not None and tokenizer is not None:
+                        piece = pieces[index].add(token)
+                        on_text(piece, index) if several else on_text(piece)
+                if len(written[run.going[0]]) > 1:
+                    end_token(run)
+                run.going = [s for s in run.going if len(written[s]) < max_tokens and written[s][-1] not in stops]
+                if not run.going:
+                    break
+                last = [written[index][-1] for index in run.going]
+                logits = decode_token(run, last, [len(encoded[s]) + len(written[s]) - 1 for s in run.going])
+            run.clock.pause()
+        finally:
+            run.close()
+        return self._finish(run, [Answer(_text(tokenizer, ids), tuple(ids)) for ids in written])
+
+    def replay(self, trace: Trace) -> Run:
+        """Decode the trace's decode tokens, sequence by sequence, with its activity as what is predicted.
+
+        The plan's ``batch`` of sequences is decoded together, as far as the shortest goes. The cache's state carries
+        on over sequences, as in the simulator. Raises InputError when the trace is of another model or its sequences
+        lack their prefill.
+        """
+        self.plan.check_model(trace.spec, trace.meta.get("weights", ""))
+        decoded = trace.phase("decode")
+        if not len(decoded):
+            raise InputError("the trace has no decode token to replay; record with --tokens 1 or more")
+        if "batch" in trace.meta:
+            raise InputError("the trace is batched already; give it as it was recorded, the plan says --batch")
+        self._check_context(int(trace.tokens["position"].max()) + 1)
+        batch = self.plan.batch
+        groups = decoded.together(batch)
+        known = decoded if batch == 1 else decoded.batched(batch)
+        sequence = known.tokens["sequence"].to_numpy()
+        run = self._start(known, np.concatenate([[True], sequence[1:] != sequence[:-1]]))
+        run.going = range(batch)
+        try:
+            for parts in groups:
+                run.clock.pause()
+                for index, part in enumerate(parts):
+                    timed_prefill(run, index, _prompt_ids(trace, part))
+                run.clock.resume()
+                ids = np.stack([part.tokens["id"] for part in parts], axis=1).tolist()
+                positions = np.stack([part.tokens["position"] for part in parts], axis=1).tolist()
+                for these, there in zip(ids, positions, strict=True):
+                    for logits in decode_token(run, these, there):
+                        sample(logits, 0.0, 1.0, None)
+                    end_token(run)
+            run.clock.pause()
+        finally:
+            run.close()
+        return self._finish(run, [Answer("", tuple(part.tokens["id"].tolist())) for parts in groups for part in parts])
+
+    def _check_predictions(self) -> None:
         policy = self.plan.policy
         if policy.clairvoyant or self.plan.prediction == "oracle" and policy.moves:
             raise InputError(
@@ -133,78 +219,13 @@ class Session:
                 "activation 'predicted' needs predictions; run with --replay TRACE or plan with --activation exact or "
                 "with a trained --predictor"
             )
-        ids, tokenizer = self._encode(prompt, chat)
-        self._check_context(len(ids) + max_tokens)
-        generator = torch.Generator().manual_seed(seed)
-        stops = _stop_ids(self.checkpoint, tokenizer) if stop else set()
-        run = self._start(None)
-        try:
-            logits = timed_prefill(run, ids)
-            new: list[int] = []
-            run.clock.resume()
-            while True:
-                token = sample(logits, temperature, top_p, generator)
-                if new:
-                    end_token(run)
-                new.append(token)
-                if on_logits is not None:
-                    on_logits(logits)
-                if on_text is not None and tokenizer is not None:
-                    on_text(_new_text(tokenizer, new))
-                if len(new) == max_tokens or token in stops:
-                    break
-                logits = decode_token(run, token, len(ids) + len(new) - 1)
-            run.clock.pause()
-        finally:
-            run.close()
-        text = tokenizer.decode(new, skip_special_tokens=True) if tokenizer is not None else ""
-        return self._finish(run, text, tuple(new))
 
-    def replay(self, trace: Trace) -> Run:
-        """Decode the trace's decode tokens, sequence by sequence, with its activity as what is predicted.
-
-        The cache's state carries on over sequences, as in the simulator. Raises InputError when the trace is of
-        another model or its sequences lack their prefill.
-        """
-        self.plan.check_model(trace.spec, trace.meta.get("weights", ""))
-        decoded = trace.phase("decode")
-        if not len(decoded):
-            raise InputError("the trace has no decode token to replay; record with --tokens 1 or more")
-        self._check_context(int(trace.tokens["position"].max()) + 1)
-        sequence = decoded.tokens["sequence"].to_numpy()
-        first = np.concatenate([[True], sequence[1:] != sequence[:-1]])
-        run = self._start(decoded, first)
-        try:
-            ids, positions = decoded.tokens["id"].tolist(), decoded.tokens["position"].tolist()
-            for row, (token, position) in enumerate(zip(ids, positions, strict=True)):
-                if first[row]:
-                    run.clock.pause()
-                    timed_prefill(run, _prompt_ids(trace, int(sequence[row]), position))
-                    run.clock.resume()
-                sample(decode_token(run, token, position), 0.0, 1.0, None)
-                end_token(run)
-            run.clock.pause()
-        finally:
-            run.close()
-        return self._finish(run, "", tuple(decoded.tokens["id"].tolist()))
-
-    def _encode(self, prompt: str | Sequence[int], chat: bool) -> tuple[list[int], Any]:
-        tokenizer = None
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise InputError("prompt is empty; give --prompt some text")
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(self.checkpoint.directory)
-            if chat and tokenizer.chat_template:
-                turn = [{"role": "user", "content": prompt}]
-                prompt = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
-            ids = tokenizer(prompt, add_special_tokens=not chat or not tokenizer.chat_template)["input_ids"]
-        else:
-            ids = list(prompt)
-        if not ids:
-            raise InputError("prompt has no token; give --prompt some text")
-        return ids, tokenizer
+    def _check_batch(self, prompts: int) -> None:
+        if prompts > self.plan.batch:
+            raise InputError(
+                f"{prompts} prompts are more than the plan's batch of {self.plan.batch}, whose KV is in its budget; "
+                f"plan with --batch {prompts}"
+            )
 
     def _check_context(self, tokens: int) -> None:
         if tokens > self.plan.context:
@@ -225,7 +246,6 @@ class Session:
             link = EmulatedLink(bank, rate, plan.issue == "copy", clock.record)
         else:
             link = CudaLink(bank, plan.issue, int(plan.placement.slots.max()), clock.record)
-        shape = (spec.layers, 2, spec.kv_heads, plan.context, spec.head_dim)
         return Running(
             plan=plan,
             dense=self.dense,
@@ -233,7 +253,8 @@ class Session:
             link=link,
             workers=Workers(plan, bank, self.cpu_threads, clock),
             clock=clock,
-            kv=torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=self.device),
+            device=self.device,
+            kv=empty_kv(plan, self.device),
             state=plan.policy.init(spec, plan.placement, plan.frequency),
             replay=replay,
             first=first,
@@ -247,12 +268,12 @@ class Session:
             return None
         return self.predictor.predict(replay)
 
-    def _finish(self, run: Running, text: str, ids: tuple[int, ...]) -> Run:
+    def _finish(self, run: Running, answers: Sequence[Answer]) -> Run:
         moves = sorted(run.moves, key=lambda move: move[:2])
         machine = self.plan.machine
         timeline = Timeline.from_spans(
             sorted(run.clock.spans, key=lambda span: span.start_seconds),
-            tokens=run.clock.token,
+            tokens=run.decoded,
             seconds=run.clock.elapsed,
             meta={
                 "source": "executed",
@@ -273,57 +294,17 @@ class Session:
             work=np.stack(run.work) if run.work else np.zeros((0, self.plan.spec.layers, 4), np.int32),
             fetch=np.concatenate([move[2] for move in moves]) if moves else np.zeros(0, np.int32),
             evict=np.concatenate([move[3] for move in moves]) if moves else np.zeros(0, np.int32),
-            text=text,
-            ids=ids,
+            answers=tuple(answers),
         )
 
 
-def timed_prefill(run: Running, ids: Sequence[int]) -> torch.Tensor:
-    """``prefill``, its tokens and seconds kept in ``run.prefills``."""
-    start = time.perf_counter()
-    logits = prefill(run, ids)
-    if run.kv.device.type == "cuda":
-        torch.cuda.synchronize()
-    run.prefills.append([len(ids), time.perf_counter() - start])
-    return logits
-
-
-def prefill(run: Running, ids: Sequence[int]) -> torch.Tensor:
-    """Logits [vocab] after the prompt ``ids``; the FFNs run dense on the host, where all neurons lie."""
-    spec, family = run.plan.spec, run.family
-    logits = torch.empty(0)
-    for start in range(0, len(ids), PREFILL_CHUNK):
-        chunk = torch.tensor(ids[start : start + PREFILL_CHUNK], device=run.kv.device)
-        hidden = family.embed(run.dense, chunk, start)
-        for layer in range(spec.layers):
-            hidden = family.attention(run.dense, layer, hidden, run.kv[layer], start)
-            x = family.ffn_input(run.dense, layer, hidden).to(run.bank.host.device)
-            bias = None if run.bank.up_bias is None else run.bank.up_bias[layer].to(x.dtype)
-            total, _ = kernels_gpu.ffn(run.bank.host[layer], x, spec, bias, float(run.value_thresholds[layer]))
-            hidden = hidden + total.to(hidden.device)
-            if run.bank.down_bias is not None:
-                hidden = hidden + run.bank.down_bias[layer]
-        logits = family.head(run.dense, hidden[-1:])[0]
-    return logits
-
-
-def sample(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> int:
-    """The next token id from ``logits`` [vocab]: the largest at temperature 0, else drawn from the top ``top_p``."""
-    if temperature <= 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
-    ordered, order = probabilities.sort(descending=True)
-    ordered[ordered.cumsum(0) - ordered > top_p] = 0
-    return int(order[torch.multinomial(ordered, 1, generator=generator)])
-
-
-def _check_sampling(max_tokens: int, temperature: float, top_p: float) -> None:
-    if max_tokens < 1:
-        raise InputError(f"tokens is {max_tokens}; it must be at least 1")
-    if not temperature >= 0:
-        raise InputError(f"temperature is {temperature:g}; it must be at least 0 (0 is greedy)")
-    if not 0 < top_p <= 1:
-        raise InputError(f"top_p is {top_p:g}; it must lie above 0 and be at most 1")
+def empty_kv(plan: Plan, device: torch.device) -> list[list[torch.Tensor]]:
+    """[layer][sequence] caches [2, kv_heads, tokens, head_dim]; a layer with a window keeps no more than it."""
+    spec = plan.spec
+    kind = TORCH_DTYPES[spec.dtype]
+    lengths = [min(plan.context, window or plan.context) for window in spec.windows or (0,) * spec.layers]
+    shapes = [(plan.batch, 2, spec.kv_heads, length, spec.head_dim) for length in lengths]
+    return [list(torch.zeros(shape, dtype=kind, device=device)) for shape in shapes]
 
 
 def open_device(device: str) -> torch.device:
@@ -342,21 +323,14 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "emulated on the CPU"
 
 
-def _prompt_ids(trace: Trace, sequence: int, position: int) -> list[int]:
+def _prompt_ids(trace: Trace, part: Trace) -> list[int]:
+    """Ids of what stands before the decode tokens ``part`` of one of the trace's sequences."""
+    sequence, position = (int(part.tokens[name].iloc[0]) for name in ("sequence", "position"))
     rows = trace.tokens[(trace.tokens["sequence"] == sequence) & (trace.tokens["position"] < position)]
     if rows["position"].tolist() != list(range(position)):
         raise InputError(f"sequence {sequence} of the trace lacks tokens before its {position}th; record its prefill")
     return rows["id"].tolist()
 
 
-def _stop_ids(checkpoint: Checkpoint, tokenizer: Any) -> set[int]:
-    stop = checkpoint.config.get("eos_token_id")
-    stops = set(stop) if isinstance(stop, list) else {stop}
-    if tokenizer is not None:
-        stops.add(tokenizer.eos_token_id)
-    return {stop for stop in stops if stop is not None}
-
-
-def _new_text(tokenizer: Any, ids: list[int]) -> str:
-    before = tokenizer.decode(ids[:-1], skip_special_tokens=True)
-    return tokenizer.decode(ids, skip_special_tokens=True)[len(before) :]
+def _text(tokenizer: Any, ids: Sequence[int]) -> str:
+    return "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=True)

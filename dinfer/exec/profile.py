@@ -185,7 +185,8 @@ def _fit_sides(
 ) -> tuple[Sides, tuple[float, float, int]]:
     """Least squares of both sides' mean seconds at once: they overlap, and share the DRAM as the simulator says."""
     keys = ["run", "layer"]
-    gpu = _stream(frame, "ffn_gpu", "gpu").groupby(keys)["seconds"].agg(_mean).rename("gpu")
+    gpu = _stream(frame, "ffn_gpu", "gpu").groupby([*keys, "token"])["seconds"].sum().groupby(keys).agg(_mean)
+    gpu = gpu.rename("gpu")
     cpu = _stream(frame, "ffn_cpu", "cpu").groupby(keys)["seconds"].agg(_mean).rename("cpu")
     work = frame[frame["layer"] >= 0].groupby(keys)[["slots", "cold", "cpu_active"]].mean()
     levels = work.join(gpu).join(cpu)
@@ -325,6 +326,12 @@ def _affine(step: str, rows: pd.DataFrame, units: list[str]) -> tuple[list[float
     return solution.tolist(), fits
 
 
+def _of_layer(rows: pd.DataFrame, number: int) -> pd.DataFrame:
+    """Of the spans that each layer has in each token, the first (0), second (1) or last (-1)."""
+    place = rows.groupby(["run", "token", "layer"]).cumcount(ascending=number >= 0)
+    return rows[place == (number if number >= 0 else -1 - number)]
+
+
 def _keyed(rows: pd.DataFrame, column: str, lag: int = 0) -> pd.Series:
     keys = [rows["run"], rows["token"], rows["layer"] + lag]
     return pd.Series(rows[column].to_numpy(), index=pd.MultiIndex.from_arrays(keys))
@@ -333,7 +340,7 @@ def _keyed(rows: pd.DataFrame, column: str, lag: int = 0) -> pd.Series:
 def _handoff(frame: pd.DataFrame) -> pd.Series:
     """From the moment that the FFN's input is asked for to the CPU's start."""
     begun = _keyed(_stream(frame, "ffn_cpu", "cpu"), "start_seconds")
-    asked = _keyed(_stream(frame, "ffn_gpu", "gpu"), "start_seconds")
+    asked = _keyed(_of_layer(_stream(frame, "ffn_gpu", "gpu"), 0), "start_seconds")
     return (begun - asked).dropna().clip(lower=0)
 
 
@@ -341,18 +348,20 @@ def _merge(frame: pd.DataFrame) -> pd.Series:
     """From the later end of the two sides to the end of the merge: waking up and adding."""
     merged = _keyed(_stream(frame, "merge", "gpu"), "end_seconds")
     cpu = _keyed(_stream(frame, "ffn_cpu", "cpu"), "end_seconds")
-    gpu = _keyed(_stream(frame, "ffn_gpu", "gpu"), "end_seconds")
+    gpu = _keyed(_of_layer(_stream(frame, "ffn_gpu", "gpu"), -1), "end_seconds")
     later = np.maximum(cpu, gpu.reindex(cpu.index))
     return (merged - later).dropna().clip(lower=0)
 
 
 def _schedule(frame: pd.DataFrame) -> pd.Series:
-    """What the barrier takes beyond waiting for the copy: the policy's step, the swap, issuing the prefetch."""
+    """What moving takes besides the copy: the policy's step, the swap, issuing it, and waking up when it has landed."""
     moving = frame[frame["moves"] & (frame["layer"] > 0)]
-    first = _stream(moving, "wait", "gpu").drop_duplicates(["run", "token", "layer"])
+    waits = _stream(moving, "wait", "gpu")
+    step, arrival = _of_layer(waits, 0), _of_layer(waits, 1)
     landed = _keyed(_stream(moving, "prefetch", "h2d"), "end_seconds")
-    begun, passed = _keyed(first, "start_seconds"), _keyed(first, "end_seconds")
-    return (passed - np.maximum(begun, landed.reindex(begun.index))).dropna().clip(lower=0)
+    begun, passed = _keyed(arrival, "start_seconds"), _keyed(arrival, "end_seconds")
+    woken = (passed - np.maximum(begun, landed.reindex(begun.index))).dropna().clip(lower=0)
+    return (_keyed(step, "seconds").reindex(woken.index) + woken).dropna()
 
 
 def _mean(seconds: pd.Series) -> float:

@@ -12,9 +12,12 @@ from dinfer.exec.clock import Clock
 from dinfer.exec.kernels_cpu import VIEWS, ffn_cpu
 from dinfer.plan import Plan
 
+CHUNK_BYTES = 2**20
+"""Of a batch, neurons of about this many bytes are computed for one sequence after the other: they stay in a cache."""
+
 
 class Partial(NamedTuple):
-    """The CPU's answer: the partial sum float32 [hidden], the ids it computed and their values float32 [ids]."""
+    """The CPU's answer: partial sums float32 [sequence, hidden], the ids computed, values float32 [sequence, ids]."""
 
     total: np.ndarray
     ids: np.ndarray
@@ -44,12 +47,13 @@ class Workers:
         ]
         for thread in self.threads:
             thread.start()
-        self.start(0, np.zeros(spec.hidden, np.float32), np.zeros(0, np.int32))  # compiles before the clock runs
+        self.chunk = max(1, CHUNK_BYTES // spec.neuron_bytes)
+        self.start(0, np.zeros((1, spec.hidden), np.float32), np.zeros(0, np.int32))  # compiles before the clock runs
         self.result()
         clock.spans.clear()
 
     def start(self, layer: int, x: np.ndarray, ids: np.ndarray) -> None:
-        """Begin the layer's cold neurons ``ids`` int32 on input ``x`` float32 [hidden]."""
+        """Begin the layer's cold neurons ``ids`` int32 on input ``x`` float32 [sequence, hidden]."""
         asked = time.perf_counter()
         parts = len(self.jobs)
         for index, jobs in enumerate(self.jobs):
@@ -85,13 +89,21 @@ class Workers:
         start = time.perf_counter()
         if first:
             self.clock.record(layer, "ffn_cpu", "d2h", asked, start)
-        total, values = np.zeros(self.spec.hidden, np.float32), np.empty(len(ids), np.float32)
+        total, values = np.zeros_like(x), np.empty((len(x), len(ids)), np.float32)
         bias = None if self.biases is None else self.biases[layer]
-        active = ffn_cpu(
-            self.spec, self.rows[layer], x, ids, total, values, self.thresholds[layer], bias, predicted=self.predicted
-        )
+        chunk = len(ids) if len(x) == 1 else self.chunk  # of a batch, each chunk is read from DRAM once for all
+        active = 0
+        for begin in range(0, max(len(ids), 1), max(chunk, 1)):
+            part = slice(begin, begin + chunk)
+            for sequence in range(len(x)):
+                active += ffn_cpu(
+                    self.spec, self.rows[layer], x[sequence], ids[part], total[sequence], values[sequence, part],
+                    self.thresholds[layer], bias, predicted=self.predicted,
+                )  # fmt: skip
         end = time.perf_counter()
         if first:
+            if len(x) > 1:
+                active = int(np.count_nonzero(values.any(axis=0)))
             self.clock.record(layer, "ffn_cpu", "cpu", start, end, active)
         return Partial(total, ids, values, end)
 
@@ -106,7 +118,7 @@ def _join(parts: list[Any]) -> Any:
     return Partial(
         np.sum([part.total for part in ordered], axis=0),
         np.concatenate([part.ids for part in ordered]),
-        np.concatenate([part.values for part in ordered]),
+        np.concatenate([part.values for part in ordered], axis=1),
         max(part.ended for part in ordered),
     )
 

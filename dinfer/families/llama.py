@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -82,26 +83,27 @@ def neurons(checkpoint: Checkpoint, layer: int) -> Neurons:
     return Neurons(torch.stack([gate, up, checkpoint.tensor(f"{prefix}down_proj.weight").T], dim=1), None, None)
 
 
-def embed(model: Dense, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """Hidden states [tokens, hidden] of ``ids`` [tokens] at positions from ``start``."""
+def embed(model: Dense, ids: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
+    """Hidden states [rows, hidden] of ``ids`` [rows]: as many tokens of each sequence, at positions from ``starts``."""
     return F.embedding(ids, model.embedding)
 
 
-def attention(model: Dense, layer: int, hidden: torch.Tensor, cache: torch.Tensor, start: int) -> torch.Tensor:
-    """Residual after attention [tokens, hidden]; writes the new keys and values into ``cache``.
+def attention(
+    model: Dense, layer: int, hidden: torch.Tensor, caches: Sequence[torch.Tensor], starts: Sequence[int]
+) -> torch.Tensor:
+    """Residual after attention [rows, hidden]; writes the new keys and values into ``caches``.
 
-    ``hidden`` [tokens, hidden] stands at positions from ``start``; ``cache`` is [2, kv_heads, context, head_dim].
+    ``hidden`` holds as many tokens of each sequence, one sequence after the other, at positions from ``starts``;
+    each sequence's cache is [2, kv_heads, context, head_dim].
     """
     spec, weights = model.spec, model.layers[layer]
-    tokens, end = hidden.shape[0], start + hidden.shape[0]
+    rows, tokens = hidden.shape[0], hidden.shape[0] // len(starts)
     qkv = F.linear(F.rms_norm(hidden, (spec.hidden,), weights.attention_norm, model.epsilon), weights.qkv)
-    qkv = qkv.view(tokens, spec.heads + 2 * spec.kv_heads, spec.head_dim).transpose(0, 1)
+    qkv = qkv.view(rows, spec.heads + 2 * spec.kv_heads, spec.head_dim).transpose(0, 1)
     rotated = spec.heads + spec.kv_heads
-    qk = _rotate(qkv[:rotated], model.cos[start:end], model.sin[start:end])
-    cache[0, :, start:end] = qk[spec.heads :]
-    cache[1, :, start:end] = qkv[rotated:]
+    qk = _rotate(qkv[:rotated], at_positions(model.cos, starts, tokens), at_positions(model.sin, starts, tokens))
     window = spec.windows[layer] if spec.windows else 0
-    mixed = attend(qk[: spec.heads], cache, start, end, window)
+    mixed = attend_each(qk[: spec.heads], qk[spec.heads :], qkv[rotated:], caches, starts, window)
     return hidden + F.linear(mixed, weights.o)
 
 
@@ -115,6 +117,57 @@ def head(model: Dense, hidden: torch.Tensor) -> torch.Tensor:
     return F.linear(F.rms_norm(hidden, (model.spec.hidden,), model.norm, model.epsilon), model.head)
 
 
+def at_positions(table: torch.Tensor, starts: Sequence[int], tokens: int) -> torch.Tensor:
+    """Rows of ``table`` for ``tokens`` positions from each of ``starts``, one after the other."""
+    rows = [table[start : start + tokens] for start in starts]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def attend_each(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    caches: Sequence[torch.Tensor],
+    starts: Sequence[int],
+    window: int = 0,
+) -> torch.Tensor:
+    """Each sequence's ``attend`` [rows, heads * head_dim] after its ``keys`` and ``values`` went into its cache.
+
+    ``q`` is [heads, rows, head_dim], ``keys`` and ``values`` [kv_heads, rows, head_dim]. A cache that is shorter than
+    the context is a ring of the layer's window.
+    """
+    tokens, mixed = q.shape[1] // len(starts), []
+    for index, (cache, start) in enumerate(zip(caches, starts, strict=True)):
+        rows, end = slice(index * tokens, (index + 1) * tokens), start + tokens
+        if end > cache.shape[2]:
+            mixed.append(attend_ring(q[:, rows], keys[:, rows], values[:, rows], cache, start))
+            continue
+        cache[0, :, start:end] = keys[:, rows]
+        cache[1, :, start:end] = values[:, rows]
+        mixed.append(attend(q[:, rows], cache, start, end, window))
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+def attend_ring(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, start: int
+) -> torch.Tensor:
+    """Attention [tokens, heads * head_dim] over a window as long as the ring ``cache`` [2, kv_heads, window, head_dim].
+
+    Position p lies at p modulo the window; the order of keys does not matter, as they are rotated already.
+    """
+    tokens, window = q.shape[1], cache.shape[2]
+    new = torch.stack([keys, values])
+    if tokens == 1:
+        cache[:, :, start % window] = new[:, :, 0]
+        return _mixed(q, cache[0], cache[1], None)
+    first, end = max(0, start - window), start + tokens
+    seen = torch.cat([cache[:, :, torch.arange(first, start, device=q.device) % window], new], dim=2)
+    query, key = torch.arange(start, end, device=q.device)[:, None], torch.arange(first, end, device=q.device)[None]
+    kept = torch.arange(max(start, end - window), end, device=q.device)
+    cache[:, :, kept % window] = new[:, :, kept - start]
+    return _mixed(q, seen[0], seen[1], (key <= query) & (key > query - window))
+
+
 def attend(q: torch.Tensor, cache: torch.Tensor, start: int, end: int, window: int = 0) -> torch.Tensor:
     """Causal attention [tokens, heads * head_dim] of ``q`` [heads, tokens, head_dim] over the cache up to ``end``.
 
@@ -126,9 +179,13 @@ def attend(q: torch.Tensor, cache: torch.Tensor, start: int, end: int, window: i
     if end - start > 1:
         query, key = torch.arange(start, end, device=q.device)[:, None], torch.arange(end, device=q.device)[None]
         mask = (key <= query) & (key > query - window) if window else key <= query
+    return _mixed(q, keys, values, mask)
+
+
+def _mixed(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     grouped = q.shape[0] != keys.shape[0]
     mixed = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask, enable_gqa=grouped)
-    return mixed[0].transpose(0, 1).reshape(end - start, -1)
+    return mixed[0].transpose(0, 1).reshape(q.shape[1], -1)
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from dinfer.errors import InputError
-from dinfer.families.llama import attend
+from dinfer.families.llama import at_positions, attend_each
 
 if TYPE_CHECKING:
     from dinfer.families import Checkpoint, Neurons
@@ -97,24 +98,24 @@ def neurons(checkpoint: Checkpoint, layer: int) -> Neurons:
     return Neurons(rows, checkpoint.tensor(f"{prefix}fc1.bias"), checkpoint.tensor(f"{prefix}fc2.bias"))
 
 
-def embed(model: Dense, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """Hidden states [tokens, hidden] of ``ids`` [tokens] at positions from ``start``."""
-    first = start + POSITION_OFFSET
-    return F.embedding(ids, model.embedding) + model.positions[first : first + len(ids)]
+def embed(model: Dense, ids: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
+    """Hidden states [rows, hidden] of ``ids`` [rows]: as many tokens of each sequence, at positions from ``starts``."""
+    positions = at_positions(model.positions[POSITION_OFFSET:], starts, len(ids) // len(starts))
+    return F.embedding(ids, model.embedding) + positions
 
 
-def attention(model: Dense, layer: int, hidden: torch.Tensor, cache: torch.Tensor, start: int) -> torch.Tensor:
-    """Residual after attention [tokens, hidden]; writes the new keys and values into ``cache``.
+def attention(
+    model: Dense, layer: int, hidden: torch.Tensor, caches: Sequence[torch.Tensor], starts: Sequence[int]
+) -> torch.Tensor:
+    """Residual after attention [rows, hidden]; writes the new keys and values into ``caches``.
 
-    ``hidden`` [tokens, hidden] stands at positions from ``start``; ``cache`` is [2, heads, context, head_dim].
+    ``hidden`` holds as many tokens of each sequence, one sequence after the other, at positions from ``starts``;
+    each sequence's cache is [2, heads, context, head_dim].
     """
     spec, weights = model.spec, model.layers[layer]
-    tokens, end = hidden.shape[0], start + hidden.shape[0]
     qkv = F.linear(F.layer_norm(hidden, (spec.hidden,), *weights.attention_norm), *weights.qkv)
-    q, k, v = qkv.view(tokens, 3, spec.heads, spec.head_dim).permute(1, 2, 0, 3)
-    cache[0, :, start:end] = k
-    cache[1, :, start:end] = v
-    return hidden + F.linear(attend(q, cache, start, end), *weights.o)
+    q, k, v = qkv.view(-1, 3, spec.heads, spec.head_dim).permute(1, 2, 0, 3)
+    return hidden + F.linear(attend_each(q, k, v, caches, starts), *weights.o)
 
 
 def ffn_input(model: Dense, layer: int, hidden: torch.Tensor) -> torch.Tensor:

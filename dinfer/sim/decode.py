@@ -38,6 +38,7 @@ class Rules(NamedTuple):
 class Memory(NamedTuple):
     """What a replay changes: residency uint64 [layer, words], policy state [layer, rows, words], barriers.
 
+    The CPU's part waits for ``stepped`` (its neurons are known), the GPU's for ``ready`` (its neurons are there).
     ``thresholds`` float64 [layer, 4, levels]: tables of policies.balanced, without levels where they are fixed.
     """
 
@@ -45,6 +46,7 @@ class Memory(NamedTuple):
     slots: np.ndarray
     state: np.ndarray
     parameters: np.ndarray
+    stepped: np.ndarray
     ready: np.ndarray
     nothing: np.ndarray
     thresholds: np.ndarray
@@ -67,7 +69,7 @@ class Log(NamedTuple):
 _U2, _U3 = types.uint64[:, ::1], types.uint64[:, :, ::1]
 _I4, _F8 = types.int32[::1], types.float64[::1]
 RULES = types.NamedUniTuple(types.int64, len(Rules._fields), Rules)
-MEMORY = types.NamedTuple((_U2, types.int64[::1], _U3, _F8, _I4, _U2, types.float64[:, :, ::1]), Memory)
+MEMORY = types.NamedTuple((_U2, types.int64[::1], _U3, _F8, _I4, _I4, _U2, types.float64[:, :, ::1]), Memory)
 LOG = types.NamedTuple(
     (_F8, types.int32[:, :, ::1], _I4, _I4, _F8, types.int64[::1], types.int32[:, ::1], types.float64[:, ::1], _F8),
     Log,
@@ -129,7 +131,7 @@ def ffn(ops, costs, rules, memory, layer, computed, added, dropped, after):
     examined_gpu, examined_cpu = (slots, cold) if rules.exact else (0, 0)
     if examined_cpu + on_cpu == 0:
         return ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, after, memory.ready[layer]), on_gpu, on_cpu
-    down = issue(ops, D2H, FFN_CPU, layer, costs.state_down_seconds, after, memory.ready[layer])
+    down = issue(ops, D2H, FFN_CPU, layer, costs.state_down_seconds, after, memory.stepped[layer])
     seconds = cpu_seconds(costs, examined_cpu, on_cpu) - costs.cpu_fixed_seconds
     touched = examined_cpu * costs.gate_bytes + on_cpu * (costs.neuron_bytes - costs.gate_bytes)
     cpu = issue_bytes(ops, CPU, FFN_CPU, layer, on_cpu, costs.cpu_fixed_seconds, touched, seconds, down, NONE)
@@ -181,12 +183,13 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
                 stepped, n = schedule(
                     ops, costs, step, rules, believed, memory, log, target, predicted[target], future, here
                 )  # fmt: skip
+                memory.stepped[target] = stepped
                 memory.ready[target] = prefetch(ops, costs, target, n, stepped)
                 if not rules.scheduler_thread:  # the decoding thread steps itself
                     here = stepped
                 log_moves(log, token, target, n, active[target])
         else:
-            memory.ready[layer] = NONE
+            memory.stepped[layer] = memory.ready[layer] = NONE
         computed = active[layer] if rules.exact else predicted[layer]
         added, dropped, found, lost = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
         if memory.thresholds.shape[2] > 0:

@@ -25,19 +25,22 @@ def simulate(
 ) -> Run:
     """Replay the decode tokens of ``trace`` under ``plan`` and time them.
 
-    ``machine`` has the true costs; the plan's own are what its decisions believe (and the default). ``load`` is
-    other load on the machine. ``spans=False`` keeps the sums of the steps but not each span. The cache's state and
-    the placement start afresh at the trace's first token and carry on over its sequences. Of a batched trace each
-    step counts as many tokens as sequences. ``predictor`` predicts in
-    the place of the plan's ``prediction``, and costs what it says. ``asynchronous`` is DynamicInfer's way: a
-    scheduler thread steps the policy beside the decoding thread, and the CPU's partial sum never queues behind
-    prefetches, which have a stream of their own. Raises InputError when the trace is of another
-    model or has no decode token, or when the predictor is not of its decode tokens.
+    ``machine`` has the true costs; the plan's own are what its decisions believe (and the default). ``load`` is other
+    load on the machine. ``spans=False`` keeps the sums of the steps but not each span. The cache's state and the
+    placement start afresh at the trace's first token and carry on over its sequences. The plan's ``batch`` of sequences
+    is decoded together (``Trace.batched``; a trace that is batched already is replayed as it is), each step counts as
+    many tokens. ``predictor`` predicts in the place of the plan's ``prediction``, and costs what it says.
+    ``asynchronous`` is DynamicInfer's way: a scheduler thread steps the policy beside the decoding thread, and the
+    CPU's partial sum never queues behind prefetches, which have a stream of their own. Raises InputError when the trace
+    is of another model or has no decode token, or when the predictor is not of its decode tokens.
     """
     plan.check_model(trace.spec, trace.meta.get("weights", ""))
     decoded = trace.phase("decode")
     if not len(decoded):
         raise InputError("the trace has no decode token; record with --tokens 1 or more")
+    if plan.batch > 1 and "batch" not in trace.meta:
+        decoded = decoded.batched(plan.batch)
+    batch = int(decoded.meta.get("batch", 1))
     machine = machine or plan.machine
     if plan.prediction == "trained" and predictor is None:
         raise InputError("plan predicts by a trained predictor; give what it predicts of the trace, or --predictor DIR")
@@ -48,12 +51,12 @@ def simulate(
             f"predictions have shape {predictor.predictions.shape}; they must be {decoded.active.shape}, of the "
             "decode tokens"
         )
-    costs = layer_costs(plan.spec, machine, plan.activation, plan.issue, predictor.rank)
+    costs = layer_costs(plan.spec, machine, plan.activation, plan.issue, predictor.rank, batch)
     lag = plan.prediction == "previous" and not given
     log, seconds = _replay(plan, decoded, costs, load, spans, predictor, lag, asynchronous)
     timeline = Timeline(
         _spans(log),
-        tokens=len(decoded) * int(trace.meta.get("batch", 1)),
+        tokens=len(decoded) * batch,
         seconds=seconds,
         meta={
             "source": "simulated",
@@ -94,6 +97,7 @@ def _replay(
         slots=plan.placement.slots,
         state=policy.init(spec, plan.placement, plan.frequency),
         parameters=policy.parameters(plan.beliefs._replace(lag=int(lag))),
+        stepped=np.full(spec.layers, -1, np.int32),
         ready=np.full(spec.layers, -1, np.int32),
         nothing=np.zeros((spec.layers, spec.words), np.uint64),
         thresholds=_tables(plan, predictor),

@@ -24,25 +24,26 @@ def memory_breakdown(
     vram_bytes: int,
     predictor_bytes: int = 0,
     margin_bytes: int | None = None,
+    batch: int = 1,
 ) -> dict[str, int]:
     """The GPU's budget in bytes by term, which add up to ``vram_bytes``.
 
     ``context``: what the runtime takes (the machine's figure). ``weights``: all but the neurons.
-    ``kv``: the cache at ``context`` tokens. ``activations``: as in ``activation_bytes``.
+    ``kv``: the cache at ``context`` tokens of each of ``batch`` sequences. ``activations``: as in ``activation_bytes``.
     ``predictor``: as given. ``margin``: as given, else a hundredth of the budget. ``neurons``:
     what is left. Raises InputError when nothing is left, with every term and the next value that
     would do, or when the GPU has less than ``vram_bytes``.
     """
     _check_budget(machine, vram_bytes)
-    memory = _fixed_terms(spec, machine, context) | {"predictor": predictor_bytes}
+    memory = _fixed_terms(spec, machine, context, batch) | {"predictor": predictor_bytes}
     memory["margin"] = vram_bytes // MARGIN_PARTS if margin_bytes is None else margin_bytes
     if sum(memory.values()) > vram_bytes:
-        raise InputError(_too_small(spec, machine, context, vram_bytes, memory, margin_bytes))
+        raise InputError(_too_small(spec, machine, context, vram_bytes, memory, margin_bytes, batch))
     return memory | {"neurons": vram_bytes - sum(memory.values())}
 
 
-def activation_bytes(spec: ModelSpec, context: int) -> int:
-    """Bytes of the GPU's working buffers: those of one prefill step and the logits of one token.
+def activation_bytes(spec: ModelSpec, context: int, batch: int = 1) -> int:
+    """Bytes of the GPU's working buffers: those of one prefill step and the logits of a token of each sequence.
 
     A token of the step holds three hidden vectors (residual, normed, a block's output), its
     queries, keys, values and attention result, and ``matrices`` FFN vectors (gate, up, product),
@@ -51,7 +52,7 @@ def activation_bytes(spec: ModelSpec, context: int) -> int:
     tokens = max(1, min(context, PREFILL_TOKENS))
     attention = spec.head_dim * 2 * (spec.heads + spec.kv_heads)
     width = 3 * spec.hidden + attention + spec.matrices * spec.neurons
-    return weight_bytes(tokens * width, spec.compute_dtype) + 4 * spec.vocab
+    return weight_bytes(tokens * width, spec.compute_dtype) + 4 * batch * spec.vocab
 
 
 def neuron_capacity(spec: ModelSpec, memory: dict[str, int]) -> int:
@@ -70,7 +71,7 @@ def kv_capacity(spec: ModelSpec, machine: Machine, vram_bytes: int) -> int:
     return max(0, _largest_context(spec, machine, spec.max_positions, room))
 
 
-def budget_for_share(spec: ModelSpec, machine: Machine, share: float, context: int = 512) -> int:
+def budget_for_share(spec: ModelSpec, machine: Machine, share: float, context: int = 512, batch: int = 1) -> int:
     """The smallest budget in bytes that holds ``share`` of all neurons, their number rounded up.
 
     Raises InputError for a share outside 0 to 1, or when the GPU has less.
@@ -79,7 +80,7 @@ def budget_for_share(spec: ModelSpec, machine: Machine, share: float, context: i
         raise InputError(f"share of the neurons is {share}; it must be between 0 and 1")
     exact = Fraction(str(float(share)))  # as written: the binary 0.1 is above a tenth
     neurons = math.ceil(exact * spec.layers * spec.neurons)
-    fixed = sum(_fixed_terms(spec, machine, context).values())
+    fixed = sum(_fixed_terms(spec, machine, context, batch).values())
     budget = _with_margin(fixed + neurons * spec.neuron_bytes)
     _check_budget(machine, budget)
     return budget
@@ -151,19 +152,19 @@ def _check_budget(machine: Machine, vram_bytes: int) -> None:
         )
 
 
-def _fixed_terms(spec: ModelSpec, machine: Machine, context: int) -> dict[str, int]:
+def _fixed_terms(spec: ModelSpec, machine: Machine, context: int, batch: int = 1) -> dict[str, int]:
     return {
         "context": machine.gpu.context_bytes,
         "weights": spec.dense_bytes,
-        "kv": spec.kv_bytes(context),
-        "activations": activation_bytes(spec, context),
+        "kv": batch * spec.kv_bytes(context),
+        "activations": activation_bytes(spec, context, batch),
     }
 
 
-def _largest_context(spec: ModelSpec, machine: Machine, most: int, room: int) -> int:
+def _largest_context(spec: ModelSpec, machine: Machine, most: int, room: int, batch: int = 1) -> int:
     # the largest context up to most whose terms fit in room, -1 when none does
     def needed(context: int) -> int:
-        return sum(_fixed_terms(spec, machine, context).values())
+        return sum(_fixed_terms(spec, machine, context, batch).values())
 
     return bisect_right(range(most + 1), room, key=needed) - 1
 
@@ -180,16 +181,19 @@ def _too_small(
     vram_bytes: int,
     memory: dict[str, int],
     margin_bytes: int | None,
+    batch: int,
 ) -> str:
     gpu, needed = machine.gpu, sum(memory.values())
     enough = needed if margin_bytes is not None else _with_margin(needed - memory["margin"])
     room = vram_bytes - memory["margin"] - memory["predictor"]
-    shorter = _largest_context(spec, machine, context, room)
+    shorter = _largest_context(spec, machine, context, room, batch)
     remedies = []
     if enough <= gpu.memory_bytes:
         remedies.append(f"raise --vram to {_rounded_up(enough, gpu.memory_bytes)}")
     if shorter > 0:
         remedies.append(f"lower --context to {shorter}")
+    if batch > 1:
+        remedies.append("lower --batch")
     if not remedies:
         remedies = ["choose a smaller dtype", "a GPU with more memory"]
     labels = {"kv": "KV"}

@@ -26,6 +26,7 @@ def make_plan(
     vram_bytes: int,
     *,
     context: int = 512,
+    batch: int = 1,
     solver: str = "greedy",
     solver_options: Mapping[str, Any] | None = None,
     cache: str = "hot_predicted",
@@ -41,6 +42,8 @@ def make_plan(
     predictor: Predictors | None = None,
 ) -> Plan:
     """The plan for ``vram_bytes`` of GPU memory, from the frequencies of the whole trace.
+
+    With a ``batch`` the frequencies are those of that many sequences' unions.
 
     ``solver`` is one of SOLVERS; ``solver_options`` are keyword arguments of ``greedy`` or
     ``ilp``. ``spec`` may give the trace's model another dtype. ``frequency`` [layer, neuron] is an
@@ -61,11 +64,12 @@ def make_plan(
         prediction, predictor_bytes = "trained", predictor.bytes
     rank = 0 if predictor is None else predictor.rank
     policy = cache_to_dict(cache_from_dict({**(cache_parameters or {}), "name": cache}))
-    memory = memory_breakdown(spec, machine, context, vram_bytes, predictor_bytes)
+    memory = memory_breakdown(spec, machine, context, vram_bytes, predictor_bytes, batch=batch)
     capacity = neuron_capacity(spec, memory)
-    frequency = trace.frequency if frequency is None else frequency
+    if frequency is None:
+        frequency = trace.frequency if batch == 1 else trace.batched(batch).frequency
     issue = issue or ("gather" if machine.emulated else "block")
-    costs = layer_costs(spec, machine, activation, issue, rank)
+    costs = layer_costs(spec, machine, activation, issue, rank, batch)
     if warn_when_everything_fits(spec, machine, memory):
         solution = _greedy_solution(frequency, capacity)
     else:
@@ -84,6 +88,7 @@ def make_plan(
         issue=issue,
         vram_bytes=vram_bytes,
         context=context,
+        batch=batch,
         memory=memory,
         thresholds=thresholds,
         solver=_record(solution),
