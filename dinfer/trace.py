@@ -6,7 +6,7 @@ A trace is a directory; docs/trace.md is the format. Arrays are plain little-end
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -195,6 +195,31 @@ class Trace:
                 "density": [float(self.density.mean())],
             }
         )
+
+
+def join(parts: Sequence[str | Path], out: str | Path) -> Trace:
+    """The traces in directories ``parts``, one after the other, in the new directory ``out``.
+
+    Parts of one recording: a sequence that an earlier part holds too is left out. Raises InputError for parts of
+    other models, weights or arrays, and when ``out`` is not free.
+    """
+    traces = [Trace.load(part) for part in parts]
+    first, seen = traces[0], set()  # type: Trace, set[int]
+    for part, trace in zip(parts, traces, strict=True):
+        for what in ("weights", "thresholds", "score_scale", "contribution_scale", "prompt_indices"):
+            if trace.spec != first.spec or trace.meta.get(what) != first.meta.get(what):
+                raise InputError(f"{part} has another {what} than {parts[0]}; join parts of one recording")
+        if trace.optional_arrays != first.optional_arrays:
+            raise InputError(f"{part} has other arrays than {parts[0]}; join parts of one recording")
+    with TraceWriter(out, first.spec, first.meta, first.optional_arrays) as writer:
+        for trace in traces:
+            rows = np.flatnonzero(~trace.tokens["sequence"].isin(seen).to_numpy())
+            for start in range(0, len(rows), 256):
+                chunk = rows[start : start + 256]
+                optional = {name: getattr(trace, name)[chunk] for name in trace.optional_arrays}
+                writer.append(trace.tokens.iloc[chunk], trace.active[chunk], **optional)
+            seen |= set(trace.tokens["sequence"].tolist())
+    return Trace.load(out)
 
 
 def array_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -24,8 +24,9 @@ from dinfer.trace import Trace
 
 REPOSITORY = Path(__file__).parents[1]
 COMMANDS = (
-    "machines models fetch record synth stats plan simulate sweep reproduce run compare profile demo doctor".split()
-)
+    "machines models fetch record synth stats plan simulate sweep reproduce run compare profile demo doctor "
+    "train-predictor eval-predictor"
+).split()
 PROMPTS = [f"{word} is what number {i}" for i, word in enumerate("zero one two three four five six seven".split())]
 
 

@@ -135,6 +135,12 @@ def _above(bins: np.ndarray) -> np.ndarray:
     return np.cumsum(bins[:, ::-1], axis=1)[:, ::-1][:, 1:]
 
 
+def nearest_edge(cuts: np.ndarray) -> np.ndarray:
+    """Index of the edge of LOGITS nearest to each of ``cuts``, -1 for -inf."""
+    place = np.rint((np.maximum(cuts, LOGITS[0]) - LOGITS[0]) / (LOGITS[1] - LOGITS[0]))
+    return np.where(np.isneginf(cuts), -1, np.minimum(place, len(LOGITS) - 1)).astype(np.int64)
+
+
 def _bins(scores: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Number of equally spaced ``edges`` at or below each score: int32, same shape."""
     step = np.float32(edges[1] - edges[0])
@@ -260,9 +266,7 @@ def evaluate(
     trained = Curves.measure(trace, rows, [predictor_score(predictors)], k, LOGITS, progress)[0]
     rivals = dict(static=static_score(frequency), previous=previous_score(frequency), oracle=oracle_score)
     curves = Curves.measure(trace, rows, list(rivals.values()), k, PLACES, progress)
-    edge = np.searchsorted(LOGITS, predictors.cuts, side="left")
-    edge = np.where(np.isneginf(predictors.cuts), -1, np.minimum(edge, len(LOGITS) - 1))
-    point = trained.at(edge)
+    point = trained.at(nearest_edge(predictors.cuts))
     frame = pd.DataFrame(
         {
             "layer": range(trace.spec.layers),

@@ -50,17 +50,19 @@ def record(
     top_p: float = 0.95,
     device: str = "cpu",
     dtype: str = "float32",
+    first_sequence: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Trace:
     """Record whole sequences until ``tokens`` decode tokens are in the new trace directory ``out``.
 
     ``prompts`` is a file (see ``read_prompts``), texts, or lists of token ids; some are kept out to calibrate, the
-    others are shuffled by ``seed``. A row is one token fed to the model: those of the prompt are ``prefill``, those
-    that it wrote are ``decode``; ``id`` is the token that went in. ReLU kinds are active iff gate > t. Magnitude kinds
-    need ``sparsity`` or ``thresholds`` [layers]: active iff |value at down's input| > threshold. ``levels`` adds score
-    and contribution, ``hidden`` the float16 residual (clipped to its range). Memory holds one batch. ``progress`` is
-    called with (decode tokens so far, ``tokens``). At temperature 0 each prompt is used once and a shortfall is warned
-    of; else the prompts go round.
+    others are shuffled by ``seed``. ``first_sequence`` starts later in their order, so that several processes record
+    parts of one trace, which ``trace.join`` puts together. A row is one token fed to the model: those of the prompt are
+    ``prefill``, those that it wrote are ``decode``; ``id`` is the token that went in. ReLU kinds are active iff gate >
+    t. Magnitude kinds need ``sparsity`` or ``thresholds`` [layers]: active iff |value at down's input| > threshold.
+    ``levels`` adds score and contribution, ``hidden`` the float16 residual (clipped to its range). Memory holds one
+    batch. ``progress`` is called with (decode tokens so far, ``tokens``). At temperature 0 each prompt is used once
+    and a shortfall is warned of; else the prompts go round.
     Raises InputError for bad input before anything is written.
     """
     _check_numbers(tokens, max_new_tokens, batch, temperature, top_p)
@@ -71,7 +73,7 @@ def record(
     encoded = _encode(loaded, texts, max_new_tokens)
     recorded, kept_out = _split(len(encoded), seed)
     sampling = Sampling(temperature, top_p, seed)
-    _check_reach(tokens, len(recorded), max_new_tokens, temperature)
+    _check_reach(tokens, max(0, len(recorded) - first_sequence), max_new_tokens, temperature)
     with spare_core():
         calibration = calibrate(
             loaded,
@@ -88,7 +90,9 @@ def record(
         with TraceWriter(out, loaded.spec, made, arrays) as writer:
             log = _Log(loaded, calibration, arrays)
             used = [encoded[i] for i in recorded]
-            _record_into(writer, loaded, log, used, tokens, max_new_tokens, batch, sampling, progress)
+            _record_into(
+                writer, loaded, log, used, tokens, max_new_tokens, batch, sampling, first_sequence, progress
+            )
     return Trace.load(out)
 
 
@@ -259,10 +263,11 @@ def _record_into(
     max_new_tokens: int,
     batch: int,
     sampling: Sampling,
+    sequence: int,
     progress: Callable[[int, int], None] | None,
 ) -> None:
     """Run batch after batch, appending whole sequences in order, until ``tokens`` decode tokens are written."""
-    begun, decoded, sequence = time.perf_counter(), 0, 0
+    begun, decoded = time.perf_counter(), 0
     rounds = len(prompts) if sampling.temperature == 0 else None
     with listening(loaded, log) as listener:
         while decoded < tokens and sequence != rounds:
