@@ -1,8 +1,13 @@
-"""Models that many tests share."""
+"""Models that many tests share; Triton's interpreter where there is no GPU."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
+
+if not shutil.which("nvidia-smi"):  # before Triton is imported, which looks once
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TINY = {
     "hidden_size": 64,

@@ -1,20 +1,42 @@
-"""The device's part of an FFN over its slots, in torch."""
+"""The device's part of an FFN over its slots, in torch; kernels_triton.py has the same for a GPU with Triton."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 
 from dinfer.model import ModelSpec
 
+Ffn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def device_ffn(device: torch.device) -> Ffn:
+    """The ``ffn`` for ``device``: Triton's on a GPU where Triton is installed, else torch's."""
+    if device.type == "cuda" and find_spec("triton"):
+        from dinfer.exec import kernels_triton
+
+        return kernels_triton.ffn
+    return ffn
+
 
 def ffn(
-    rows: torch.Tensor, x: torch.Tensor, spec: ModelSpec, up_bias: torch.Tensor | None, value_threshold: float
+    rows: torch.Tensor,
+    x: torch.Tensor,
+    spec: ModelSpec,
+    up_bias: torch.Tensor | None,
+    value_threshold: float,
+    picked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial sum [tokens, hidden] of the neurons in ``rows`` [neuron, matrix, hidden] and their values.
 
-    ``x`` [tokens, hidden] is the FFN's input, ``up_bias`` [neuron] or None. The values [tokens, neuron] are 0 where
-    a neuron is inactive: its gate is at most ``spec.gate_threshold`` (ReLU kinds), or its value's magnitude at most
-    ``value_threshold`` (magnitude kinds, where the threshold is above 0).
+    ``x`` [tokens, hidden] is the FFN's input, ``up_bias`` [neuron] or None; ``picked`` int64 names the rows to
+    compute (None: all). The values [tokens, picked] are 0 where a neuron is inactive: its gate is at most
+    ``spec.gate_threshold`` (ReLU kinds), or its value's magnitude at most ``value_threshold`` (magnitude kinds, where
+    the threshold is above 0).
     """
+    if picked is not None:
+        rows, up_bias = rows[picked], None if up_bias is None else up_bias[picked]
     values = neuron_values(rows, x, spec, up_bias)
     if value_threshold > 0:
         values = values.masked_fill(values.abs() <= value_threshold, 0)
