@@ -19,7 +19,8 @@ class Bank:
     ``slots[layer]`` [slot, matrix, hidden] on the device; ``bucket[layer]`` int32 [slot] names the neuron that a slot
     holds (paper, method 5), ``slot_of[layer]`` int32 [neuron] the slot of a neuron or -1. ``resident`` uint64
     [layer, words] is the same as a set, ``cold[layer]`` int32 the ids that are not resident, ascending. ``up_bias``
-    float32 [layer, neuron] and ``down_bias`` [layer, hidden] are None where the family has none.
+    float32 [layer, neuron] and ``down_bias`` [layer, hidden] are None where the family has none; ``device_bias``
+    [layer, neuron] is the former on the device, ``slot_bias[layer]`` [slot] what of it goes with the slots.
     """
 
     host: torch.Tensor
@@ -30,6 +31,8 @@ class Bank:
     cold: list[np.ndarray]
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    device_bias: torch.Tensor | None = None
+    slot_bias: list[torch.Tensor] | None = None
 
     @property
     def neurons(self) -> int:
@@ -42,6 +45,11 @@ class Bank:
         move_slots(self.slot_of[layer], self.bucket[layer], fetch, evict, slots, cold)
         self.cold[layer] = cold
         return slots
+
+    def move_biases(self, layer: int, ids: torch.Tensor, slots: torch.Tensor) -> None:
+        """Bring the biases of neurons ``ids`` into ``slots``, int64 on the device both, where there are biases."""
+        if self.device_bias is not None and self.slot_bias is not None:
+            self.slot_bias[layer].index_copy_(0, slots, self.device_bias[layer].index_select(0, ids))
 
 
 @njit(cache=True)
@@ -84,6 +92,7 @@ def fill_bank(checkpoint: Checkpoint, placement: Placement, dtype: str, device: 
         if up_bias is not None and down_bias is not None:
             up_biases.append(up_bias.float())
             down_biases.append(down_bias.to(device, kind))
+    device_bias = torch.stack(up_biases).to(device, kind) if up_biases else None
     return Bank(
         host=host,
         slots=slots,
@@ -93,6 +102,11 @@ def fill_bank(checkpoint: Checkpoint, placement: Placement, dtype: str, device: 
         cold=[np.flatnonzero(row < 0).astype(np.int32) for row in slot_of],
         up_bias=torch.stack(up_biases) if up_biases else None,
         down_bias=torch.stack(down_biases) if down_biases else None,
+        device_bias=device_bias,
+        slot_bias=None if device_bias is None else [
+            biases[torch.from_numpy(bucket).to(device, torch.int64)]
+            for biases, bucket in zip(device_bias, buckets, strict=True)
+        ],
     )
 
 

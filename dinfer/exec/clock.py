@@ -18,6 +18,7 @@ class Clock:
         self.cuda = device.type == "cuda"
         self.spans: list[Span] = []
         self.laps: list[tuple[Any, ...]] = []
+        self.measured: list[tuple[Any, ...]] = []
         self.token = 0
         self.elapsed = 0.0
         self.base = self.last = time.perf_counter()
@@ -35,7 +36,7 @@ class Clock:
         """Stop counting; the device's work so far is waited for."""
         if self.cuda:
             torch.cuda.synchronize()
-            self._resolve_laps()
+            self._resolve_events()
         self.elapsed = time.perf_counter() - self.base
 
     def lap(self, layer: int, step: str, neurons: int = 0, until: float | None = None) -> None:
@@ -57,10 +58,20 @@ class Clock:
             Span(self.token, layer, step, stream, start - self.base, end - self.base, neurons, count_bytes)
         )
 
-    def _resolve_laps(self) -> None:
+    def measure(
+        self, layer: int, step: str, stream: str, begin: Any, end: Any, neurons: int = 0, count_bytes: int = 0
+    ) -> None:
+        """A CUDA stream did ``step`` between its events ``begin`` and ``end``."""
+        self.measured.append((self.token, layer, step, stream, begin, end, neurons, count_bytes))
+
+    def _resolve_events(self) -> None:
         start = self.elapsed
         for token, layer, step, event, neurons in self.laps:
             end = self.elapsed + self.origin.elapsed_time(event) / 1e3
             self.spans.append(Span(token, layer, step, "gpu", start, end, neurons))
             start = end
         self.laps.clear()
+        for token, layer, step, stream, begin, end, *amounts in self.measured:
+            times = (self.elapsed + self.origin.elapsed_time(event) / 1e3 for event in (begin, end))
+            self.spans.append(Span(token, layer, step, stream, *times, *amounts))
+        self.measured.clear()

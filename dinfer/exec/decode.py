@@ -12,7 +12,8 @@ from dinfer import bits
 from dinfer.exec import kernels_gpu
 from dinfer.exec.bank import Bank
 from dinfer.exec.clock import Clock
-from dinfer.exec.link import EmulatedLink, Transport
+from dinfer.exec.graphs import Graphs
+from dinfer.exec.link import Arrival, EmulatedLink, Transport
 from dinfer.exec.predictor import LivePredictor
 from dinfer.exec.workers import Partial, Workers
 from dinfer.families import FAMILIES
@@ -21,6 +22,15 @@ from dinfer.policies.protocol import NO_FUTURE
 from dinfer.policies.window import sized_window
 from dinfer.policies.words import add_members, count_members, swap
 from dinfer.trace import Trace
+
+
+class Seen(NamedTuple):
+    """What tells who was active in a layer at ``token``; ``gpu_values`` may be on their way to the host."""
+
+    token: int
+    gpu_ids: np.ndarray
+    gpu_values: Arrival
+    partial: Partial | None
 
 
 class Share(NamedTuple):
@@ -43,7 +53,8 @@ class Running:
     ``kv`` [layer][sequence] are the caches [2, kv_heads, context, head_dim], ``going`` the sequences that still decode,
     ``decoded`` the tokens so far (``clock.token`` counts steps of the batch).
     ``residual`` is what a trained ``predictor`` sees, ``replayed`` uint64 [token, layer, words] what it said of a
-    replayed trace.
+    replayed trace. ``kernel`` is the device's FFN, ``graphs`` its captured work where there is any, ``seen`` what is
+    to be learnt of each layer's last FFN.
     """
 
     plan: Plan
@@ -61,6 +72,9 @@ class Running:
     replayed: np.ndarray | None = None
     going: Sequence[int] = (0,)
     decoded: int = 0
+    kernel: kernels_gpu.Ffn = kernels_gpu.ffn
+    graphs: Graphs | None = None
+    seen: dict[int, Seen] = field(default_factory=dict)
     predictions: np.ndarray = field(init=False)
     residual: torch.Tensor = field(init=False)
     copies: dict[int, Any] = field(default_factory=dict)
@@ -105,6 +119,8 @@ def decode_token(run: Running, ids: Sequence[int], positions: Sequence[int]) -> 
     spec = run.plan.spec
     run.work.append(np.zeros((spec.layers, 4), np.int32))
     hidden = run.family.embed(run.dense, torch.tensor(ids, device=run.device), positions)
+    if run.graphs is not None:
+        run.graphs.start(positions[0])
     for layer in range(spec.layers):
         hidden, x = attention(run, layer, hidden, positions)
         if run.schedules:
@@ -126,9 +142,12 @@ def attention(
     run: Running, layer: int, hidden: torch.Tensor, positions: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The GPU's attention with its norms: the un-normalised residual and the FFN's input, [sequence, hidden] each."""
-    caches = [run.kv[layer][sequence] for sequence in run.going]
-    hidden = run.family.attention(run.dense, layer, hidden, caches, positions)
-    x = run.family.ffn_input(run.dense, layer, hidden)
+    if run.graphs is not None:
+        hidden, x = run.graphs.attention(layer, hidden)
+    else:
+        caches = [run.kv[layer][sequence] for sequence in run.going]
+        hidden = run.family.attention(run.dense, layer, hidden, caches, positions)
+        x = run.family.ffn_input(run.dense, layer, hidden)
     run.clock.lap(layer, "attention")
     return hidden, x
 
@@ -140,6 +159,7 @@ def schedule(run: Running, layer: int) -> None:
     hand-overs of the GIL (250 us a layer measured on 2 cores) than it saves.
     """
     token = run.clock.token
+    settle(run, layer)
     predicted, future = predict(run, token, layer)
     start = time.perf_counter()
     resident, window = run.bank.resident[layer], run.plan.window
@@ -152,16 +172,15 @@ def schedule(run: Running, layer: int) -> None:
     swap(resident, run.fetch, run.evict, n)
     prefetch(run, token, layer, n)
     if run.plan.activation == "predicted":
-        run.share[layer] = predicted_share(run.bank, layer, predicted)
+        run.share[layer] = predicted_share(run, layer, predicted)
     run.clock.record(layer, "schedule", "scheduler", start, time.perf_counter())
 
 
-def predicted_share(bank: Bank, layer: int, predicted: np.ndarray) -> Share:
+def predicted_share(run: Running, layer: int, predicted: np.ndarray) -> Share:
     """The predicted neurons by where they are now."""
-    ids = bits.ids(predicted, bank.neurons)
-    slots = bank.slot_of[layer, ids]
-    device = bank.slots[layer].device
-    return Share(torch.from_numpy(slots[slots >= 0]).to(device).long(), ids[slots >= 0], ids[slots < 0])
+    ids = bits.ids(predicted, run.bank.neurons)
+    slots = run.bank.slot_of[layer, ids]
+    return Share(run.link.up(slots[slots >= 0].astype(np.int64)), ids[slots >= 0], ids[slots < 0])
 
 
 def predict(run: Running, token: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -203,7 +222,7 @@ def ffn(run: Running, layer: int, hidden: torch.Tensor, x: torch.Tensor) -> torc
     """Both sides' parts and the merge; the GPU waits for its neurons, then for the CPU's partial sum."""
     share = run.share.get(layer) or Share(None, run.bank.bucket[layer], run.bank.cold[layer])
     if len(share.cpu_ids):
-        run.workers.start(layer, x.float().cpu().numpy(), share.cpu_ids)
+        run.workers.start(layer, run.link.down(x), share.cpu_ids)
     if layer in run.copies:
         run.clock.lap(layer, "ffn_gpu")  # handing over, which stands in the GPU's part where there is no copy
         wait(run, layer)
@@ -229,13 +248,13 @@ def ffn_gpu(run: Running, layer: int, x: torch.Tensor, share: Share) -> tuple[to
     """Partial sums [sequence, hidden] and values [sequence, neuron] of the neurons in the GPU's share."""
     if not len(share.gpu_ids):
         return torch.zeros_like(x), x.new_zeros(len(x), 0)
-    rows, bias = run.bank.slots[layer], None
-    if share.slots is not None:
-        rows = rows[share.slots]
-    if run.bank.up_bias is not None:
-        bias = run.bank.up_bias[layer][torch.from_numpy(share.gpu_ids).long()].to(x.device, x.dtype)
-    total, values = kernels_gpu.ffn(rows, x, run.plan.spec, bias, float(run.value_thresholds[layer]))
-    run.clock.lap(layer, "ffn_gpu", rows.shape[0])
+    if run.graphs is not None and share.slots is None:
+        total, values = run.graphs.ffn(layer)
+    else:
+        bias = None if run.bank.slot_bias is None else run.bank.slot_bias[layer]
+        threshold = float(run.value_thresholds[layer])
+        total, values = run.kernel(run.bank.slots[layer], x, run.plan.spec, bias, threshold, share.slots)
+    run.clock.lap(layer, "ffn_gpu", len(share.gpu_ids))
     return total, values
 
 
@@ -243,7 +262,7 @@ def merge(run: Running, layer: int, total: torch.Tensor, partial: Partial) -> to
     """Bring the CPU's partial sum over and add it; a copy queues behind the prefetches, a kernel's read does not."""
     if run.plan.issue != "gather" and isinstance(run.link, EmulatedLink):
         run.link.wait(run.link.state(layer, partial.total.nbytes))
-    total = total + torch.from_numpy(partial.total).to(total.device, total.dtype, non_blocking=True)
+    total = total + run.link.up(partial.total).to(total.dtype)
     run.clock.lap(layer, "merge")
     return total
 
@@ -251,13 +270,26 @@ def merge(run: Running, layer: int, total: torch.Tensor, partial: Partial) -> to
 def observe(
     run: Running, layer: int, gpu_ids: np.ndarray, gpu_values: torch.Tensor, partial: Partial | None
 ) -> None:
-    """Learn who was active: the next token's prediction, and the log of the work."""
+    """Note who was active; where the values are still on their way, it is learnt when the layer is scheduled again."""
+    settle(run, layer)
+    run.seen[layer] = Seen(run.clock.token, gpu_ids, run.link.down(gpu_values), partial)
+    if not run.link.lazy:
+        settle(run, layer)
+
+
+def settle(run: Running, layer: int) -> None:
+    """Learn from what was seen last: the next token's prediction, and the log of the work.
+
+    Before the layer's neurons are swapped, which changes ``gpu_ids``.
+    """
+    if (seen := run.seen.pop(layer, None)) is None:
+        return
     active = np.zeros(run.plan.spec.words, np.uint64)
-    on_gpu = add_members(active, gpu_ids, largest(gpu_values.float().cpu().numpy()))
-    on_cpu = 0 if partial is None else add_members(active, partial.ids, largest(partial.values))
+    on_gpu = add_members(active, seen.gpu_ids, largest(seen.gpu_values()))
+    on_cpu = 0 if seen.partial is None else add_members(active, seen.partial.ids, largest(seen.partial.values))
     run.predictions[layer] = active
     fetched = run.fetched.get(layer, NO_IDS)
-    run.work[run.clock.token][layer] = on_gpu, on_cpu, len(fetched), len(fetched) - count_members(active, fetched)
+    run.work[seen.token][layer] = on_gpu, on_cpu, len(fetched), len(fetched) - count_members(active, fetched)
 
 
 def largest(values: np.ndarray) -> np.ndarray:

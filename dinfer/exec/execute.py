@@ -12,7 +12,9 @@ import torch
 from dinfer.errors import InputError
 from dinfer.exec.bank import Bank, fill_bank
 from dinfer.exec.clock import Clock
-from dinfer.exec.decode import Running, decode_token, end_token
+from dinfer.exec.decode import Running, decode_token, end_token, settle
+from dinfer.exec.graphs import Graphs
+from dinfer.exec.kernels_gpu import device_ffn
 from dinfer.exec.link import CudaLink, EmulatedLink, Transport
 from dinfer.exec.predictor import LivePredictor
 from dinfer.exec.prefill import timed_prefill
@@ -245,7 +247,11 @@ class Session:
             rate = plan.machine.emulated_link or plan.machine.h2d
             link = EmulatedLink(bank, rate, plan.issue == "copy", clock.record)
         else:
-            link = CudaLink(bank, plan.issue, int(plan.placement.slots.max()), clock.record)
+            link = CudaLink(bank, plan.issue, int(plan.placement.slots.max()), clock.measure)
+        kv, kernel = empty_kv(plan, self.device), device_ffn(self.device)
+        graphs = None
+        if graphed(plan, self.device):
+            graphs = Graphs(plan, FAMILIES[spec.family], self.dense, [caches[0] for caches in kv], bank, kernel)
         return Running(
             plan=plan,
             dense=self.dense,
@@ -254,7 +260,9 @@ class Session:
             workers=Workers(plan, bank, self.cpu_threads, clock),
             clock=clock,
             device=self.device,
-            kv=empty_kv(plan, self.device),
+            kv=kv,
+            kernel=kernel,
+            graphs=graphs,
             state=plan.policy.init(spec, plan.placement, plan.frequency),
             replay=replay,
             first=first,
@@ -269,6 +277,8 @@ class Session:
         return self.predictor.predict(replay)
 
     def _finish(self, run: Running, answers: Sequence[Answer]) -> Run:
+        for layer in range(self.plan.spec.layers):
+            settle(run, layer)
         moves = sorted(run.moves, key=lambda move: move[:2])
         machine = self.plan.machine
         timeline = Timeline.from_spans(
@@ -285,6 +295,7 @@ class Session:
                 "prefills": run.prefills,
                 "link_bytes_per_second": (machine.emulated_link or machine.h2d).bytes_per_second,
                 "torch": torch.__version__,
+                "kernels": run.kernel.__module__.rsplit("_", 1)[-1],
                 "cpu_threads": self.cpu_threads,
                 "torch_threads": torch.get_num_threads(),
             },
@@ -317,6 +328,11 @@ def open_device(device: str) -> torch.device:
             "run with --device cpu to emulate one (the link at the plan machine's rate), or see `dinfer doctor`"
         )
     return torch.device(device)
+
+
+def graphed(plan: Plan, device: torch.device) -> bool:
+    """Whether a token's dense part runs as CUDA graphs: on a GPU, one sequence at a time."""
+    return device.type == "cuda" and plan.batch == 1
 
 
 def _device_name(device: torch.device) -> str:

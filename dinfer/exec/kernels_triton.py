@@ -69,7 +69,8 @@ def ffn(
 def copy_scattered(host: torch.Tensor, ids: torch.Tensor, target: torch.Tensor, slots: torch.Tensor) -> None:
     """Copy rows ``ids`` of ``host`` [neuron, ...] to rows ``slots`` of ``target`` [slot, ...] in one launch.
 
-    On CUDA ``host``, ``ids`` and ``slots`` (int32) are pinned: the kernel reads them across the link.
+    On CUDA ``host`` and the lists ``ids`` and ``slots`` are pinned: the kernel reads them across the link, so they must
+    stay until it has ended, which torch does not see to.
     """
     source, place = host.view(torch.int16), target.view(torch.int16)
     programs = min(len(ids), COPY_PROGRAMS)
@@ -121,7 +122,7 @@ def _dots(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _slot_values(
     rows, scales, x, bias, values, count, gate_threshold, value_threshold, picked,
     HIDDEN: tl.constexpr, MATRICES: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr,
@@ -157,7 +158,7 @@ def _slot_values(
     tl.store(values + token * count + at, value, mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _slot_sums(
     rows, scales, values, total, count, picked,
     HIDDEN: tl.constexpr, MATRICES: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr,
@@ -182,7 +183,7 @@ def _slot_sums(
     tl.store(total + token * HIDDEN + column, sums.to(total.dtype.element_ty), mask=column < HIDDEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _copy_scattered(host, ids, target, slots, count, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     while row < count:

@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,14 +19,29 @@ Record = Callable[[int, str, str, float, float, int, int], None]
 """record(layer, step, stream, start, end, neurons, bytes) with perf_counter seconds."""
 
 
+Arrival = Callable[[], np.ndarray]
+"""Waits for what is on its way to the host and returns it."""
+
+
 class Transport(Protocol):
-    """Moves neurons into slots, in order."""
+    """Moves neurons into slots, in order, and vectors between the device and the host.
+
+    ``lazy``: what goes down arrives later than the call returns.
+    """
+
+    lazy: bool
 
     def prefetch(self, layer: int, ids: np.ndarray, slots: np.ndarray) -> Any:
         """Start moving neurons ``ids`` into ``slots`` of a layer; returns what ``wait`` takes."""
 
     def wait(self, token: Any) -> None:
         """Let what follows on the compute stream see the moved neurons."""
+
+    def down(self, vectors: torch.Tensor) -> Arrival:
+        """Start bringing a tensor of the device to the host, in float32."""
+
+    def up(self, array: np.ndarray) -> torch.Tensor:
+        """A host array on the device, for what follows on the compute stream."""
 
     def close(self) -> None:
         """Finish what was started."""
@@ -37,6 +53,8 @@ class EmulatedLink:
     In order; each copy starts when the one before has ended by the emulated clock, so that an overslept wake-up does
     not slow the link down.
     """
+
+    lazy = False
 
     def __init__(self, bank: Bank, link: Link, per_neuron: bool, record: Record) -> None:
         self.bank, self.link, self.per_neuron, self.record = bank, link, per_neuron, record
@@ -64,6 +82,15 @@ class EmulatedLink:
         """Block until the copy has ended."""
         token.wait()
 
+    def down(self, vectors: torch.Tensor) -> Arrival:
+        """The tensor itself: the device is the host."""
+        array = vectors.float().numpy()
+        return lambda: array
+
+    def up(self, array: np.ndarray) -> torch.Tensor:
+        """The array itself."""
+        return torch.from_numpy(array)
+
     def close(self) -> None:
         """Finish the queue and end the thread."""
         self.jobs.put(None)
@@ -78,6 +105,7 @@ class EmulatedLink:
             else:
                 neurons, count_bytes = len(what), len(what) * self.row_bytes
                 copy_rows(_words(self.bank.host[layer]), what, _words(self.bank.slots[layer]), slots)
+                self.bank.move_biases(layer, *(torch.from_numpy(a).long() for a in (what, slots)))
             copies = neurons if self.per_neuron and neurons else 1
             self.free_seconds = start + self.link.seconds(copies, count_bytes)
             _sleep_until(self.free_seconds)
@@ -87,47 +115,90 @@ class EmulatedLink:
 
 
 class CudaLink:
-    """Copies from pinned memory on a stream of its own; an event for each prefetch.
+    """Copies from pinned memory on a stream of its own; an event for each prefetch. It never stops the GPU.
 
-    ``block`` stages the rows in pinned memory and moves them in one copy; ``copy`` moves each neuron by itself.
+    ``block`` stages the rows in pinned memory and moves them in one copy; ``copy`` moves each neuron by itself;
+    ``gather`` is one Triton kernel that reads the scattered rows across the link.
     """
 
-    def __init__(self, bank: Bank, issue: str, largest: int, record: Record) -> None:
-        if issue == "gather":
-            raise InputError("issue 'gather' needs a kernel that CUDA runs do not have yet; plan with --issue block")
-        self.bank, self.issue, self.record = bank, issue, record
-        device = bank.slots[0].device
-        self.stream = torch.cuda.Stream(device)
-        shape = (max(largest, 1), *bank.host.shape[2:])
-        self.staging = torch.empty(shape, dtype=bank.host.dtype, pin_memory=True)
-        self.landing = torch.empty(shape, dtype=bank.host.dtype, device=device)
+    lazy = True
+
+    def __init__(self, bank: Bank, issue: str, largest: int, measure: Callable[..., None]) -> None:
+        self.bank, self.issue, self.measure = bank, issue, measure
+        self.row_bytes = bank.host[0, 0].numel() * bank.host.element_size()
+        self.device = bank.slots[0].device
+        self.stream = torch.cuda.Stream(self.device)
+        self.asked: dict[int, tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = {}
         self.last = torch.cuda.Event()
+        if issue == "block":
+            shape = (max(largest, 1), *bank.host.shape[2:])
+            self.staging = torch.empty(shape, dtype=bank.host.dtype, pin_memory=True)
+            self.landing = torch.empty(shape, dtype=bank.host.dtype, device=self.device)
+        if issue == "gather":
+            self._compile()
+
+    def _compile(self) -> None:
+        """Run the kernel once, on a neuron that is there already, before the clock runs."""
+        if not find_spec("triton"):
+            raise InputError("issue 'gather' needs Triton, which is not installed here; plan with --issue block")
+        from dinfer.exec.kernels_triton import copy_scattered
+
+        self.copy_scattered = copy_scattered
+        for layer, bucket in enumerate(self.bank.bucket):
+            if len(bucket):
+                self.wait(self.prefetch(layer, bucket[:1], np.zeros(1, np.int32)))
+                break
 
     def prefetch(self, layer: int, ids: np.ndarray, slots: np.ndarray) -> torch.cuda.Event:
         """Start the copy; the event fires on the copy's stream."""
-        start = time.perf_counter()
-        self.stream.wait_stream(torch.cuda.default_stream(self.stream.device))
+        if layer in self.asked:  # a token ago: the GPU has read the lists of then
+            self.asked.pop(layer)[0].synchronize()
+        which, where = (torch.from_numpy(array).long().pin_memory() for array in (ids, slots))
+        if self.issue == "block":
+            self.last.synchronize()  # the staging block must have left before it is written again
+            copy_rows(_words(self.bank.host[layer]), ids, _words(self.staging), np.arange(len(ids), dtype=np.int32))
+        begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            if self.issue == "copy":
-                for neuron, slot in zip(ids.tolist(), slots.tolist(), strict=True):
-                    self.bank.slots[layer][slot].copy_(self.bank.host[layer, neuron], non_blocking=True)
-            else:
-                self.last.synchronize()  # the staging block must have left before it is written again
-                n = len(ids)
-                here = np.arange(n, dtype=np.int32)
-                copy_rows(_words(self.bank.host[layer]), ids, _words(self.staging), here)
-                self.landing[:n].copy_(self.staging[:n], non_blocking=True)
-                where = torch.from_numpy(slots).to(self.landing.device, torch.int64)
-                self.bank.slots[layer].index_copy_(0, where, self.landing[:n])
-            done = torch.cuda.Event()
+            begin.record(self.stream)
+            self._move(layer, which, where)
             done.record(self.stream)
-            self.last = done
-        self.record(layer, "prefetch", "h2d", start, time.perf_counter(), len(ids), 0)
+        self.asked[layer], self.last = (done, which, where), done
+        self.measure(layer, "prefetch", "h2d", begin, done, len(ids), len(ids) * self.row_bytes)
         return done
+
+    def _move(self, layer: int, which: torch.Tensor, where: torch.Tensor) -> None:
+        host, slots, n = self.bank.host[layer], self.bank.slots[layer], len(which)
+        if self.issue == "gather":
+            self.copy_scattered(host, which, slots, where)
+        elif self.issue == "copy":
+            for neuron, slot in zip(which.tolist(), where.tolist(), strict=True):
+                slots[slot].copy_(host[neuron], non_blocking=True)
+        else:
+            self.landing[:n].copy_(self.staging[:n], non_blocking=True)
+            slots.index_copy_(0, where.to(self.device, non_blocking=True), self.landing[:n])
+        if self.bank.slot_bias is not None:
+            self.bank.move_biases(layer, *(a.to(self.device, non_blocking=True) for a in (which, where)))
 
     def wait(self, token: torch.cuda.Event) -> None:
         """Make the compute stream wait, not the host."""
-        torch.cuda.current_stream().wait_event(token)
+        torch.cuda.current_stream(self.device).wait_event(token)
+
+    def down(self, vectors: torch.Tensor) -> Arrival:
+        """Start the copy into pinned memory, which torch keeps until the copy is done."""
+        host = vectors.float().to("cpu", non_blocking=True)
+        there = torch.cuda.Event()
+        there.record()
+
+        def arrive() -> np.ndarray:
+            there.synchronize()
+            return host.numpy()
+
+        return arrive
+
+    def up(self, array: np.ndarray) -> torch.Tensor:
+        """Start the copy from pinned memory on the compute stream."""
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     def close(self) -> None:
         """Wait for the last copy."""

@@ -10,6 +10,7 @@ import numpy as np
 from dinfer.exec.bank import Bank
 from dinfer.exec.clock import Clock
 from dinfer.exec.kernels_cpu import VIEWS, ffn_cpu
+from dinfer.exec.link import Arrival
 from dinfer.plan import Plan
 
 CHUNK_BYTES = 2**20
@@ -48,12 +49,13 @@ class Workers:
         for thread in self.threads:
             thread.start()
         self.chunk = max(1, CHUNK_BYTES // spec.neuron_bytes)
-        self.start(0, np.zeros((1, spec.hidden), np.float32), np.zeros(0, np.int32))  # compiles before the clock runs
+        nothing = np.zeros((1, spec.hidden), np.float32)
+        self.start(0, lambda: nothing, np.zeros(0, np.int32))  # compiles before the clock runs
         self.result()
         clock.spans.clear()
 
-    def start(self, layer: int, x: np.ndarray, ids: np.ndarray) -> None:
-        """Begin the layer's cold neurons ``ids`` int32 on input ``x`` float32 [sequence, hidden]."""
+    def start(self, layer: int, x: Arrival, ids: np.ndarray) -> None:
+        """Begin the layer's cold neurons ``ids`` int32 once their input float32 [sequence, hidden] has arrived."""
         asked = time.perf_counter()
         parts = len(self.jobs)
         for index, jobs in enumerate(self.jobs):
@@ -85,7 +87,8 @@ class Workers:
             except BaseException as error:  # noqa: BLE001 - the decoding thread raises it
                 (self.parts if index else self.answer).put(error)
 
-    def _compute(self, first: bool, layer: int, x: np.ndarray, ids: np.ndarray, asked: float) -> Partial:
+    def _compute(self, first: bool, layer: int, arrive: Arrival, ids: np.ndarray, asked: float) -> Partial:
+        x = arrive()
         start = time.perf_counter()
         if first:
             self.clock.record(layer, "ffn_cpu", "d2h", asked, start)

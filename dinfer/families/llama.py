@@ -96,15 +96,39 @@ def attention(
     ``hidden`` holds as many tokens of each sequence, one sequence after the other, at positions from ``starts``;
     each sequence's cache is [2, kv_heads, context, head_dim].
     """
+    tokens = hidden.shape[0] // len(starts)
+    cos, sin = at_positions(model.cos, starts, tokens), at_positions(model.sin, starts, tokens)
+    mixed = attend_each(*_projected(model, layer, hidden, cos, sin), caches, starts, _window(model, layer))
+    return hidden + F.linear(mixed, model.layers[layer].o)
+
+
+def attention_at(
+    model: Dense, layer: int, hidden: torch.Tensor, cache: torch.Tensor, position: torch.Tensor, length: int
+) -> torch.Tensor:
+    """``attention`` of one token at ``position`` int64 [1] on the device, which no shape depends on.
+
+    ``hidden`` is [1, hidden]; ``length`` positions of the cache are read, more than ``position``.
+    """
+    cos, sin = model.cos.index_select(0, position), model.sin.index_select(0, position)
+    window = _window(model, layer)
+    mixed = attend_at(*_projected(model, layer, hidden, cos, sin), cache, position, length, window)
+    return hidden + F.linear(mixed, model.layers[layer].o)
+
+
+def _window(model: Dense, layer: int) -> int:
+    return model.spec.windows[layer] if model.spec.windows else 0
+
+
+def _projected(
+    model: Dense, layer: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Queries [heads, rows, head_dim], keys and values [kv_heads, rows, head_dim], turned by ``cos`` and ``sin``."""
     spec, weights = model.spec, model.layers[layer]
-    rows, tokens = hidden.shape[0], hidden.shape[0] // len(starts)
     qkv = F.linear(F.rms_norm(hidden, (spec.hidden,), weights.attention_norm, model.epsilon), weights.qkv)
-    qkv = qkv.view(rows, spec.heads + 2 * spec.kv_heads, spec.head_dim).transpose(0, 1)
+    qkv = qkv.view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim).transpose(0, 1)
     rotated = spec.heads + spec.kv_heads
-    qk = _rotate(qkv[:rotated], at_positions(model.cos, starts, tokens), at_positions(model.sin, starts, tokens))
-    window = spec.windows[layer] if spec.windows else 0
-    mixed = attend_each(qk[: spec.heads], qk[spec.heads :], qkv[rotated:], caches, starts, window)
-    return hidden + F.linear(mixed, weights.o)
+    qk = _rotate(qkv[:rotated], cos, sin)
+    return qk[: spec.heads], qk[spec.heads :], qkv[rotated:]
 
 
 def ffn_input(model: Dense, layer: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -186,6 +210,29 @@ def _mixed(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torc
     grouped = q.shape[0] != keys.shape[0]
     mixed = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask, enable_gqa=grouped)
     return mixed[0].transpose(0, 1).reshape(q.shape[1], -1)
+
+
+def attend_at(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cache: torch.Tensor,
+    position: torch.Tensor,
+    length: int,
+    window: int = 0,
+) -> torch.Tensor:
+    """``attend`` [1, heads * head_dim] of one token at ``position`` int64 [1], whose keys and values go into the cache.
+
+    ``q`` is [heads, 1, head_dim], ``keys`` and ``values`` [kv_heads, 1, head_dim]; the first ``length`` positions of
+    the cache are read and those that the token does not see are masked. A cache of the window's length is a ring.
+    """
+    ring = cache.shape[2]
+    cache.index_copy_(2, position % ring, torch.stack([keys, values]))
+    there = torch.arange(min(length, ring), device=q.device)[None]
+    mask = there <= position
+    if 0 < window < ring:
+        mask = mask & (there > position - window)
+    return _mixed(q, cache[0, :, :length], cache[1, :, :length], mask)
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dinfer.errors import InputError
-from dinfer.families.llama import at_positions, attend_each
+from dinfer.families.llama import at_positions, attend_at, attend_each
 
 if TYPE_CHECKING:
     from dinfer.families import Checkpoint, Neurons
@@ -112,10 +112,26 @@ def attention(
     ``hidden`` holds as many tokens of each sequence, one sequence after the other, at positions from ``starts``;
     each sequence's cache is [2, heads, context, head_dim].
     """
+    mixed = attend_each(*_projected(model, layer, hidden), caches, starts)
+    return hidden + F.linear(mixed, *model.layers[layer].o)
+
+
+def attention_at(
+    model: Dense, layer: int, hidden: torch.Tensor, cache: torch.Tensor, position: torch.Tensor, length: int
+) -> torch.Tensor:
+    """``attention`` of one token at ``position`` int64 [1] on the device, which no shape depends on.
+
+    ``hidden`` is [1, hidden]; ``length`` positions of the cache are read, more than ``position``.
+    """
+    mixed = attend_at(*_projected(model, layer, hidden), cache, position, length)
+    return hidden + F.linear(mixed, *model.layers[layer].o)
+
+
+def _projected(model: Dense, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values, [heads, rows, head_dim] each."""
     spec, weights = model.spec, model.layers[layer]
     qkv = F.linear(F.layer_norm(hidden, (spec.hidden,), *weights.attention_norm), *weights.qkv)
-    q, k, v = qkv.view(-1, 3, spec.heads, spec.head_dim).permute(1, 2, 0, 3)
-    return hidden + F.linear(attend_each(q, k, v, caches, starts), *weights.o)
+    return qkv.view(-1, 3, spec.heads, spec.head_dim).permute(1, 2, 0, 3).unbind()
 
 
 def ffn_input(model: Dense, layer: int, hidden: torch.Tensor) -> torch.Tensor:
