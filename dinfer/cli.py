@@ -329,6 +329,9 @@ def simulate(
         str | None, typer.Option(help="machine with the true costs; default: the plan's", show_default=False)
     ] = None,
     predictor: PredictorOption = None,
+    believed: Annotated[
+        Path | None, typer.Option(help="decide by the costs that the run of this timeline believed", show_default=False)
+    ] = None,
     sequences: Sequences = None,
     timeline: Annotated[
         Path | None, typer.Option(help="write what happened when: .json for Perfetto", show_default=False)
@@ -344,6 +347,7 @@ def simulate(
     from dinfer.report import print_run, run_summary
     from dinfer.sim import simulate as simulate_run
     from dinfer.sim.predictor import Predictor
+    from dinfer.timeline import Timeline
     from dinfer.trace import Trace
 
     read, trained = Plan.load(plan), _predictor(predictor)
@@ -351,7 +355,8 @@ def simulate(
     where = load_machine(machine) if machine else None
     used = selected(Trace.load(trace), sequences)
     said = None if trained is None else Predictor(trained.predict(used.phase("decode")), trained.rank)
-    run = simulate_run(read, used, where, predictor=said)
+    told = None if believed is None else Timeline.load(believed).believed
+    run = simulate_run(read, used, where, predictor=said, believed=told)
     _save_timeline(run.timeline, timeline)
     print_run(run_summary(run, read), output)
 
@@ -428,6 +433,13 @@ def run(
     top_p: Annotated[float, typer.Option(help="nucleus of the sampling")] = 1.0,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
     chat: Annotated[bool, typer.Option(help="put the prompt into the model's chat template")] = True,
+    costs: Annotated[
+        str | None,
+        typer.Option(
+            help="what decisions believe: running (measured, the default) or plan (default of a replay)",
+            show_default=False,
+        ),
+    ] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="write what happened when: .json for Perfetto", show_default=False)
     ] = None,
@@ -455,7 +467,8 @@ def run(
     streams = output is None and prompt is not None
     done = execute(
         read, resolve_model(model), prompt, replay=replayed, device=device, max_tokens=tokens, temperature=temperature,
-        top_p=top_p, seed=seed, chat=chat, on_text=_stream if streams else None, predictor=_predictor(predictor),
+        top_p=top_p, seed=seed, chat=chat, on_text=_stream if streams else None, costs=costs,
+        predictor=_predictor(predictor),
     )  # fmt: skip
     if streams:
         print()

@@ -181,6 +181,15 @@ def _finite(value: Any) -> Any:
     return value
 
 
+class Factors(NamedTuple):
+    """What steps take over what a plan said: attention, each side's FFN, the link; 1 is as planned."""
+
+    attention: float = 1.0
+    gpu: float = 1.0
+    cpu: float = 1.0
+    link: float = 1.0
+
+
 class LayerCosts(NamedTuple):
     """Seconds of one layer's steps for one model on one machine; the same values plan, simulator and executor use.
 
@@ -219,6 +228,17 @@ class LayerCosts(NamedTuple):
     def cpu_seconds(self, examined: float, active: float) -> float:
         """Seconds of the CPU's part of one FFN, the DRAM to itself."""
         return self.cpu_fixed_seconds + examined * self.cpu_gate_seconds + active * self.cpu_neuron_seconds
+
+
+    def scaled(self, factors: Factors) -> "LayerCosts":
+        """These costs where the steps take ``factors`` as long."""
+        scales = {"attention": factors.attention, "gpu": factors.gpu, "cpu": factors.cpu, "prefetch": factors.link}
+        changed = {}
+        for name, value in zip(self._fields, self, strict=True):
+            scale = scales.get(name.split("_")[0])
+            if scale is not None and name.endswith("_seconds"):
+                changed[name] = value * scale
+        return self._replace(**changed)
 
 
 ISSUES = ("copy", "block", "gather")

@@ -53,7 +53,7 @@ class Timeline:
     """Spans of a run of ``tokens`` decoded tokens that took ``seconds`` in all.
 
     ``spans``: structured array of SPAN_DTYPE, step and stream as codes. ``meta`` says which run it was: ``source``
-    ("simulated" or "executed"), plan, machine, ``emulated``, and ``believed`` costs where the executor keeps them.
+    ("simulated" or "executed"), plan, machine, ``emulated``, and what was ``believed`` where that changed.
     ``totals`` float64 [9]: seconds of each step where the spans themselves were not kept.
     """
 
@@ -75,6 +75,11 @@ class Timeline:
     def tokens_per_second(self) -> float:
         """Tokens over total time; never the mean of single speeds."""
         return self.tokens / self.seconds if self.seconds > 0 else float("inf")
+
+    @property
+    def believed(self) -> np.ndarray:
+        """Rows [token, attention, gpu, cpu, link] float64: from that token on, the plan's costs times these factors."""
+        return np.array(self.meta.get("believed", ()), float).reshape(-1, 5)
 
     def busy(self, stream: str) -> float:
         """Seconds in which ``stream`` had work, waiting left out."""

@@ -14,15 +14,17 @@ from dinfer import bits
 from dinfer.errors import InputError
 from dinfer.exec import Session, execute
 from dinfer.exec.bank import Bank
+from dinfer.exec.estimate import Estimate
 from dinfer.exec.link import EmulatedLink
 from dinfer.exec.prompts import sample
 from dinfer.families import open_checkpoint
-from dinfer.machine import Cost, Device, Link, Machine
+from dinfer.machine import Cost, Device, Factors, LayerCosts, Link, Machine
 from dinfer.placement import Placement
 from dinfer.plan import Plan
 from dinfer.policies import CACHES
 from dinfer.record.recorder import record
 from dinfer.sim import simulate
+from dinfer.timeline import Span
 
 MODELS = ("llama-silu", "llama-relu", "opt")
 FAST_LINK = Link("fast", 0.0, 1e12)
@@ -217,15 +219,83 @@ def test_predicted_activation_computes_the_predicted_set_only(tiny_models, relu_
     assert np.array_equal(executed.work, simulated.work)
 
 
-def test_a_live_run_decides_as_a_simulation_of_its_own_recording(tiny_models, tmp_path):
+@pytest.mark.parametrize("costs", ["plan", "running"])
+def test_a_live_run_decides_as_a_simulation_of_its_own_recording(tiny_models, tmp_path, costs):
     # greedy decoding of the recorded prompt is the recorded sequence: live predictions are the trace's
     trace = record(tiny_models["llama-relu"], prompts(1), tokens=24, temperature=0.0, out=tmp_path / "trace")
     ids = trace.phase("prefill").tokens["id"].tolist()
     tokens = len(trace.phase("decode"))
-    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "hot_predicted"})
-    live = execute(plan, tiny_models["llama-relu"], ids, device="cpu", max_tokens=tokens + 1)
+    cache = {"name": "time_saved" if costs == "running" else "hot_predicted"}  # one that reads the costs at each step
+    plan = make_plan(tiny_models["llama-relu"], 60, cache=cache)
+    live = execute(plan, tiny_models["llama-relu"], ids, device="cpu", max_tokens=tokens + 1, costs=costs)
     assert list(live.ids[:-1]) == trace.phase("decode").tokens["id"].tolist()
-    assert live.same_decisions(simulate(plan, trace))
+    assert live.timeline.believed.shape == ((tokens, 5) if costs == "running" else (0, 5))
+    assert live.same_decisions(simulate(plan, trace, believed=live.timeline.believed))
+
+
+def test_a_replay_with_running_costs_decides_as_the_simulator_told_of_them(tiny_models, relu_trace):
+    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"}, prediction="oracle")
+    run = execute(plan, tiny_models["llama-relu"], replay=relu_trace, device="cpu", costs="running")
+    told = simulate(plan, relu_trace, believed=run.timeline.believed)
+    assert run.same_decisions(told)
+    assert not told.same_decisions(simulate(plan, relu_trace))  # this test machine is far from what the plan believes
+
+
+def test_the_estimate_forgets_what_was():
+    # twice as slow from token 40 on: half of the way after 5 tokens, all of it after 40
+    costs = make_costs()
+    estimate = Estimate(costs)
+    for token in range(80):
+        slow = 2.0 if token >= 40 else 1.0
+        spans = [
+            Span(token, 0, "attention", "gpu", 0.0, 3e-3),
+            Span(token, 0, "ffn_gpu", "gpu", 0.0, 1e-3),
+            Span(token, 0, "wait", "gpu", 0.0, 9.0),
+            Span(token, 0, "ffn_cpu", "d2h", 0.0, 9.0),
+            Span(token, 0, "ffn_cpu", "cpu", 0.0, 2e-3 * slow),
+            Span(token, 0, "prefetch", "h2d", 0.0, 4e-3 * slow, 10, 100),
+        ]
+        factors = estimate.update(estimate_spans(estimate, spans), Factors(1e-3, 2e-3, 1e-3))
+        if token == 0:
+            assert factors == Factors()  # a cold token
+        else:
+            assert factors[:2] == pytest.approx((3, 0.5))
+        if token in (39, 44, 79):
+            share = {39: 0.0, 44: 1 - 0.875**5, 79: 1.0}[token]
+            assert factors.cpu == pytest.approx(2 + 2 * share, rel=0.01)
+            planned = costs.prefetch_fixed_seconds + 10 * costs.prefetch_neuron_seconds
+            assert factors.link == pytest.approx(4e-3 * (1 + share) / planned, rel=0.01)
+    assert [row[0] for row in estimate.believed] == list(range(1, 81))
+
+
+def estimate_spans(estimate: Estimate, spans: list[Span]) -> list[Span]:
+    """``spans`` after those that the estimate has seen."""
+    return [Span(0, 0, "wait", "gpu", 0.0, 1.0)] * estimate.seen + spans
+
+
+def make_costs() -> LayerCosts:
+    costs = LayerCosts(*[0.0] * len(LayerCosts._fields))
+    return costs._replace(prefetch_fixed_seconds=1e-3, prefetch_neuron_seconds=1e-4)
+
+
+def test_a_slower_link_is_followed(tiny_models, monkeypatch):
+    # after some tokens the link gets 20 times slower, and what is believed of it follows
+    link = Link("wire", 1e-4, 2e7)
+    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"}, machine=machine(link))
+    prefetch, asked = EmulatedLink.prefetch, []
+
+    def slower(self, layer, ids, slots):
+        asked.append(len(ids))
+        if len(asked) == 20:
+            self.link = Link("wire", 1e-4, 1e6)
+        return prefetch(self, layer, ids, slots)
+
+    monkeypatch.setattr(EmulatedLink, "prefetch", slower)
+    run = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=60, costs="running")
+    believed = run.timeline.believed[:, 4]
+    changed = int(np.flatnonzero(np.cumsum((run.work[:, :, 2] > 0).sum(axis=1)) >= 20)[0])
+    assert 2 < changed < 48
+    assert believed[-1] > 2 * believed[changed - 1]
 
 
 def test_silu_thresholds_silence_the_small_values(tiny_models):
@@ -249,7 +319,7 @@ def test_slots_hold_what_the_buckets_say_after_many_swaps(tiny_models, relu_trac
 def test_delays_change_no_decision_and_no_token(tiny_models, monkeypatch):
     # races: whatever thread is slow, the barrier holds
     plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"}, lookahead=1)
-    calm = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=12)
+    calm = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=12, costs="plan")
     rng = np.random.default_rng(3)
     prefetch = EmulatedLink.prefetch
 
@@ -259,7 +329,7 @@ def test_delays_change_no_decision_and_no_token(tiny_models, monkeypatch):
 
     monkeypatch.setattr(EmulatedLink, "prefetch", slow)
     for _ in range(5):
-        shaken = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=12)
+        shaken = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=12, costs="plan")
         assert shaken.ids == calm.ids
         assert shaken.same_decisions(calm)
 
@@ -335,6 +405,8 @@ def test_bad_input_is_refused_at_the_door(tiny_models, relu_trace):
         execute(plan, relu, replay=relu_trace.batched(1), device="cpu")
     with refuses("batch is 9 sequences; it must be between 1 and 8"):
         replace(plan, batch=9)
+    with refuses("costs 'free' is not one of running, plan"):
+        execute(plan, relu, [1], device="cpu", costs="free")
     with refuses("tokens is 0; it must be at least 1"):
         execute(plan, relu, [1], device="cpu", max_tokens=0)
     with refuses("temperature is -1; it must be at least 0 (0 is greedy)"):

@@ -22,6 +22,7 @@ class Clock:
         self.token = 0
         self.elapsed = 0.0
         self.base = self.last = time.perf_counter()
+        self.resolved = 0.0
 
     def resume(self) -> None:
         """Let time count from here on."""
@@ -29,14 +30,13 @@ class Clock:
             torch.cuda.synchronize()
             self.origin = torch.cuda.Event(enable_timing=True)
             self.origin.record()
+            self.resolved = self.elapsed
         self.base = time.perf_counter() - self.elapsed
         self.last = time.perf_counter()
 
     def pause(self) -> None:
         """Stop counting; the device's work so far is waited for."""
-        if self.cuda:
-            torch.cuda.synchronize()
-            self._resolve_events()
+        self.resolve()
         self.elapsed = time.perf_counter() - self.base
 
     def lap(self, layer: int, step: str, neurons: int = 0, until: float | None = None) -> None:
@@ -64,12 +64,15 @@ class Clock:
         """A CUDA stream did ``step`` between its events ``begin`` and ``end``."""
         self.measured.append((self.token, layer, step, stream, begin, end, neurons, count_bytes))
 
-    def _resolve_events(self) -> None:
-        start = self.elapsed
+    def resolve(self) -> None:
+        """Make spans of all events so far; on CUDA the device's work is waited for."""
+        if not self.cuda:
+            return
+        torch.cuda.synchronize()
         for token, layer, step, event, neurons in self.laps:
             end = self.elapsed + self.origin.elapsed_time(event) / 1e3
-            self.spans.append(Span(token, layer, step, "gpu", start, end, neurons))
-            start = end
+            self.spans.append(Span(token, layer, step, "gpu", self.resolved, end, neurons))
+            self.resolved = end
         self.laps.clear()
         for token, layer, step, stream, begin, end, *amounts in self.measured:
             times = (self.elapsed + self.origin.elapsed_time(event) / 1e3 for event in (begin, end))

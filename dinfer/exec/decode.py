@@ -12,11 +12,13 @@ from dinfer import bits
 from dinfer.exec import kernels_gpu
 from dinfer.exec.bank import Bank
 from dinfer.exec.clock import Clock
+from dinfer.exec.estimate import Estimate
 from dinfer.exec.graphs import Graphs
 from dinfer.exec.link import Arrival, EmulatedLink, Transport
 from dinfer.exec.predictor import LivePredictor
 from dinfer.exec.workers import Partial, Workers
 from dinfer.families import FAMILIES
+from dinfer.machine import Factors, LayerCosts
 from dinfer.plan import Plan
 from dinfer.policies.protocol import NO_FUTURE
 from dinfer.policies.window import sized_window
@@ -51,7 +53,8 @@ class Running:
     ``predictions`` uint64 [layer, words] is what each layer's next step takes as predicted when nothing is replayed:
     its active set of the token before, of a batch the union. ``prefills`` holds tokens and seconds of each prompt.
     ``kv`` [layer][sequence] are the caches [2, kv_heads, context, head_dim], ``going`` the sequences that still decode,
-    ``decoded`` the tokens so far (``clock.token`` counts steps of the batch).
+    ``decoded`` the tokens so far (``clock.token`` counts steps of the batch). ``estimate`` keeps the believed costs up
+    to date; without one the plan's are believed throughout.
     ``residual`` is what a trained ``predictor`` sees, ``replayed`` uint64 [token, layer, words] what it said of a
     replayed trace. ``kernel`` is the device's FFN, ``graphs`` its captured work where there is any, ``seen`` what is
     to be learnt of each layer's last FFN.
@@ -70,8 +73,10 @@ class Running:
     first: np.ndarray | None = None
     predictor: LivePredictor | None = None
     replayed: np.ndarray | None = None
+    estimate: Estimate | None = None
     going: Sequence[int] = (0,)
     decoded: int = 0
+    position: int = 0
     kernel: kernels_gpu.Ffn = kernels_gpu.ffn
     graphs: Graphs | None = None
     seen: dict[int, Seen] = field(default_factory=dict)
@@ -89,13 +94,17 @@ class Running:
         self.family = FAMILIES[spec.family]
         self.policy = self.plan.policy
         self.schedules = self.policy.moves or self.plan.activation == "predicted"
-        self.costs = self.plan.costs
-        self.parameters = self.policy.parameters(self.plan.beliefs)
+        self.believe(self.plan.costs)
         self.value_thresholds = self.plan.value_thresholds
         self.predictions = np.zeros((spec.layers, spec.words), np.uint64)
         room = 64 * spec.words
         self.fetch, self.evict = np.empty(room, np.int32), np.empty(room, np.int32)
         self._compile()
+
+    def believe(self, costs: LayerCosts) -> None:
+        """Let decisions from here on depend on ``costs``."""
+        self.costs = costs
+        self.parameters = self.policy.parameters(self.plan.beliefs._replace(costs=costs))
 
     def _compile(self) -> None:
         """Call the small compiled functions once, on nothing, before the clock runs."""
@@ -118,6 +127,7 @@ def decode_token(run: Running, ids: Sequence[int], positions: Sequence[int]) -> 
     """
     spec = run.plan.spec
     run.work.append(np.zeros((spec.layers, 4), np.int32))
+    run.position = sum(positions)
     hidden = run.family.embed(run.dense, torch.tensor(ids, device=run.device), positions)
     if run.graphs is not None:
         run.graphs.start(positions[0])
@@ -303,7 +313,26 @@ def head(run: Running, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def end_token(run: Running) -> None:
-    """Each sequence's token is sampled: close the head's lap."""
+    """Each sequence's token is sampled: close the head's lap, and believe what the costs have become."""
     run.clock.lap(-1, "head")
     run.clock.token += 1
     run.decoded += len(run.going)
+    if run.estimate is not None:
+        for layer in range(run.plan.spec.layers):
+            settle(run, layer)
+        run.clock.resolve()
+        run.believe(run.plan.costs.scaled(run.estimate.update(run.clock.spans, planned(run))))
+
+
+def planned(run: Running) -> Factors:
+    """Seconds that the plan's costs give the token that has ended: attention and both sides over all layers."""
+    costs, exact = run.plan.costs, run.plan.activation == "exact"
+    attention = gpu = cpu = 0.0
+    for layer, (on_gpu, on_cpu) in enumerate(run.work[-1][:, :2].tolist()):
+        share = run.share.get(layer) or Share(None, run.bank.bucket[layer], run.bank.cold[layer])
+        attention += costs.attention_seconds + run.position * costs.attention_token_seconds
+        if examined := len(share.gpu_ids):
+            gpu += costs.gpu_seconds(examined, on_gpu if exact else examined)
+        if examined := len(share.cpu_ids):
+            cpu += costs.cpu_seconds(examined, on_cpu if exact else examined)
+    return Factors(attention, gpu, cpu)

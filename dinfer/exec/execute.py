@@ -13,6 +13,7 @@ from dinfer.errors import InputError
 from dinfer.exec.bank import Bank, fill_bank
 from dinfer.exec.clock import Clock
 from dinfer.exec.decode import Running, decode_token, end_token, settle
+from dinfer.exec.estimate import Estimate
 from dinfer.exec.graphs import Graphs
 from dinfer.exec.kernels_gpu import device_ffn
 from dinfer.exec.link import CudaLink, EmulatedLink, Transport
@@ -36,6 +37,9 @@ from dinfer.predictors import Predictors
 from dinfer.timeline import Answer, Run, Timeline
 from dinfer.trace import Trace
 
+COSTS = ("running", "plan")
+"""What decisions believe: the plan's costs kept up to date by what is measured, or the plan's as they are."""
+
 SWITCH_SECONDS = 1e-4
 """How long a Python thread may keep the others from the GIL; Python's own 5 ms cost 5% of the tokens/s on 2 cores."""
 
@@ -55,6 +59,7 @@ def execute(
     on_text: Callable[..., None] | None = None,
     cpu_threads: int | None = None,
     predictor: Predictors | None = None,
+    costs: str | None = None,
 ) -> Run:
     """Run ``plan`` on the model in directory ``model`` and return what happened.
 
@@ -63,9 +68,11 @@ def execute(
     ``replay`` decodes the tokens of a trace instead, with its activity as prediction. ``device`` is "cuda" or "cpu";
     on "cpu" the GPU is a torch CPU device and the link is emulated at the plan machine's rate. ``temperature`` 0 is
     greedy. ``predictor`` is the one that a "trained" plan names. Raises InputError for a plan of another model or
-    predictor, a missing device, an empty prompt, or a context that the plan's KV cache cannot hold.
+    predictor, a missing device, an empty prompt, or a context that the plan's KV cache cannot hold. ``costs``, one of
+    COSTS, says what decisions believe; by default "plan" for a replay, which then decides as the simulator, else
+    "running".
     """
-    with Session(plan, model, device, cpu_threads, predictor) as session:
+    with Session(plan, model, device, cpu_threads, predictor, costs) as session:
         if replay is not None:
             return session.replay(replay)
         return session.generate(
@@ -87,6 +94,7 @@ class Session:
         device: str = "cuda",
         cpu_threads: int | None = None,
         predictor: Predictors | None = None,
+        costs: str | None = None,
     ) -> None:
         self.device = open_device(device)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
@@ -95,6 +103,9 @@ class Session:
         if predictor is not None:
             predictor.check_model(checkpoint.spec, checkpoint.fingerprint if predictor.weights else "")
         self.predictor = predictor
+        if costs not in (None, *COSTS):
+            raise InputError(f"costs {costs!r} is not one of {', '.join(COSTS)}")
+        self.costs = costs
         if plan.spec.dtype not in TORCH_DTYPES:
             raise InputError(f"dtype {plan.spec.dtype} cannot be run; plan with one of {', '.join(TORCH_DTYPES)}")
         if plan.machine.emulated and self.device.type != "cpu":
@@ -238,6 +249,7 @@ class Session:
 
     def _start(self, replay: Trace | None, first: np.ndarray | None = None) -> Running:
         plan, spec = self.plan, self.plan.spec
+        running = (self.costs or ("running" if replay is None else "plan")) == "running"
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - self.cpu_threads))
         sys.setswitchinterval(SWITCH_SECONDS)
         bank = self.last_bank = fill_bank(self.checkpoint, plan.placement, spec.dtype, self.device)
@@ -268,6 +280,7 @@ class Session:
             first=first,
             predictor=None if self.predictor is None else LivePredictor(self.predictor, self.device),
             replayed=self._replayed(replay),
+            estimate=Estimate(plan.costs) if running else None,
         )
 
     def _replayed(self, replay: Trace | None) -> np.ndarray | None:
@@ -293,6 +306,7 @@ class Session:
                 "device": _device_name(self.device),
                 "emulated": self.device.type == "cpu",
                 "prefills": run.prefills,
+                **({} if run.estimate is None else {"believed": run.estimate.believed}),
                 "link_bytes_per_second": (machine.emulated_link or machine.h2d).bytes_per_second,
                 "torch": torch.__version__,
                 "kernels": run.kernel.__module__.rsplit("_", 1)[-1],

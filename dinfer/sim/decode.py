@@ -263,14 +263,15 @@ def _span(log, token, layer, step, stream, neurons, start, end, count_bytes):
     _nrt=False,
 )  # fmt: skip
 def replay(step, ops, costs, believed, rules, memory, log, load, actives, predictions, first, positions, start, reset):
-    """Decode every token of a trace; returns the tokens done, fewer than all when the decision log is full.
+    """Decode the tokens of a trace; returns how far it came, short of the end when the decision log is full.
 
     ``actives`` and ``predictions`` [token, layer, words]; ``first`` marks the first token of each sequence, whose
-    lagging prediction is empty; ``start[0]`` is the first token's start in seconds.
+    lagging prediction is empty; ``start[0]`` is the first token's start in seconds, ``reset`` the first token and the
+    one to stop before.
     """
     now = start[0]
     room = log.fetch.size - 64 * actives.shape[1] * actives.shape[2]
-    for token in range(reset[0], actives.shape[0]):
+    for token in range(reset[0], reset[1]):
         if log.used[0] > room:
             start[0] = now
             return token
@@ -283,4 +284,4 @@ def replay(step, ops, costs, believed, rules, memory, log, load, actives, predic
         log_spans(ops, log, token, now)
         now = log.end_seconds[token] = end
     start[0] = now
-    return actives.shape[0]
+    return reset[1]

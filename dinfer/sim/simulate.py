@@ -1,9 +1,11 @@
 """From plan and trace to a simulated run."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from dinfer.errors import InputError
-from dinfer.machine import LayerCosts, Machine, layer_costs, prefill_seconds
+from dinfer.machine import Factors, LayerCosts, Machine, layer_costs, prefill_seconds
 from dinfer.model import ModelSpec
 from dinfer.plan import Plan
 from dinfer.sim.decode import OPS_PER_LAYER, Log, Memory, Rules, replay
@@ -22,6 +24,7 @@ def simulate(
     spans: bool = True,
     predictor: Predictor | None = None,
     asynchronous: bool = False,
+    believed: np.ndarray | None = None,
 ) -> Run:
     """Replay the decode tokens of ``trace`` under ``plan`` and time them.
 
@@ -31,8 +34,10 @@ def simulate(
     is decoded together (``Trace.batched``; a trace that is batched already is replayed as it is), each step counts as
     many tokens. ``predictor`` predicts in the place of the plan's ``prediction``, and costs what it says.
     ``asynchronous`` is DynamicInfer's way: a scheduler thread steps the policy beside the decoding thread, and the
-    CPU's partial sum never queues behind prefetches, which have a stream of their own. Raises InputError when the trace
-    is of another model or has no decode token, or when the predictor is not of its decode tokens.
+    CPU's partial sum never queues behind prefetches, which have a stream of their own. ``believed``
+    (``Timeline.believed`` of a run) makes the decisions depend on what that run believed at each token. Raises
+    InputError when the trace is of another model or has no decode token, or when the predictor is not of its decode
+    tokens.
     """
     plan.check_model(trace.spec, trace.meta.get("weights", ""))
     decoded = trace.phase("decode")
@@ -53,7 +58,7 @@ def simulate(
         )
     costs = layer_costs(plan.spec, machine, plan.activation, plan.issue, predictor.rank, batch)
     lag = plan.prediction == "previous" and not given
-    log, seconds = _replay(plan, decoded, costs, load, spans, predictor, lag, asynchronous)
+    log, seconds = _replay(plan, decoded, costs, load, spans, predictor, lag, asynchronous, believed)
     timeline = Timeline(
         _spans(log),
         tokens=len(decoded) * batch,
@@ -78,7 +83,15 @@ def _prefills(spec: ModelSpec, machine: Machine, decoded: Trace) -> list[list[fl
 
 
 def _replay(
-    plan: Plan, trace: Trace, costs: LayerCosts, load: Load, spans: bool, predictor: Predictor, lag: bool, apart: bool
+    plan: Plan,
+    trace: Trace,
+    costs: LayerCosts,
+    load: Load,
+    spans: bool,
+    predictor: Predictor,
+    lag: bool,
+    apart: bool,
+    believed: np.ndarray | None,
 ) -> tuple[Log, float]:
     policy, spec = plan.policy, plan.spec
     rules = Rules(
@@ -92,11 +105,12 @@ def _replay(
         merge_in_queue=plan.issue != "gather" and not apart,
         scheduler_thread=apart,
     )
+    beliefs = plan.beliefs._replace(lag=int(lag))
     memory = Memory(
         resident=plan.placement.resident.copy(),
         slots=plan.placement.slots,
         state=policy.init(spec, plan.placement, plan.frequency),
-        parameters=policy.parameters(plan.beliefs._replace(lag=int(lag))),
+        parameters=policy.parameters(beliefs),
         stepped=np.full(spec.layers, -1, np.int32),
         ready=np.full(spec.layers, -1, np.int32),
         nothing=np.zeros((spec.layers, spec.words), np.uint64),
@@ -106,14 +120,17 @@ def _replay(
     active, predictions = (np.require(a, np.uint64, ["C", "W"]) for a in (trace.active, predictor.predictions))
     positions = trace.tokens["position"].to_numpy(np.int64, copy=True)
     start = np.zeros(1)
-    token = np.zeros(1, np.int32)
-    while token[0] < len(trace):
-        token[0] = replay(
-            policy.step, empty_ops(OPS_PER_LAYER * spec.layers + 1), costs, plan.costs, Rules(*map(int, rules)),
-            memory, log, load, active, predictions, first_tokens(trace), positions, start, token,
-        )  # fmt: skip
-        if token[0] < len(trace):
-            log = log._replace(fetch=_doubled(log.fetch), evict=_doubled(log.evict))
+    token = np.zeros(2, np.int32)
+    for token[1], factors in _beliefs(believed, len(trace)):
+        believes = plan.costs.scaled(factors)
+        memory = memory._replace(parameters=policy.parameters(beliefs._replace(costs=believes)))
+        while token[0] < token[1]:
+            token[0] = replay(
+                policy.step, empty_ops(OPS_PER_LAYER * spec.layers + 1), costs, believes, Rules(*map(int, rules)),
+                memory, log, load, active, predictions, first_tokens(trace), positions, start, token,
+            )  # fmt: skip
+            if token[0] < token[1]:
+                log = log._replace(fetch=_doubled(log.fetch), evict=_doubled(log.evict))
     return log, float(start[0])
 
 
@@ -128,6 +145,15 @@ def first_tokens(trace: Trace) -> np.ndarray:
     """Which tokens are the first of their sequence: bool [token]."""
     sequence = trace.tokens["sequence"].to_numpy()
     return np.concatenate([[True], sequence[1:] != sequence[:-1]])
+
+
+def _beliefs(believed: np.ndarray | None, tokens: int) -> Iterator[tuple[int, Factors]]:
+    """Where each of the beliefs that hold one after the other ends, and its factors on the plan's costs."""
+    factors = Factors()
+    for token, *changed in () if believed is None else believed.tolist():
+        yield min(int(token), tokens), factors
+        factors = Factors(*changed)
+    yield tokens, factors
 
 
 def _empty_log(plan: Plan, trace: Trace, spans: bool) -> Log:
