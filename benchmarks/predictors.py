@@ -1,8 +1,8 @@
 """Predictors side by side with a static hot set, the previous token's set and the magnitude oracle, on real recordings.
 
-Given a model it records what the model itself writes on the repository's prompts (several processes, one trace), trains
-predictors, judges them on domains that they were not trained on, and measures perplexity, exact and predicted. Each step
-that is done already is taken from the working directory, so a stopped benchmark goes on.
+Given a model it records what the model itself writes on the repository's prompts (several processes, one trace),
+trains predictors, judges them on domains that they were not trained on, and measures perplexity, exact and predicted.
+Each step that is done already is taken from the working directory, so a stopped benchmark goes on.
 """
 
 import json
@@ -28,7 +28,7 @@ from dinfer.record.generate import load
 from dinfer.record.predictor import Settings, thresholds, train
 from dinfer.record.restricted import perplexities, texts_of
 from dinfer.report import progress
-from dinfer.trace import Trace, decode_levels, join
+from dinfer.trace import Trace, join
 
 PROMPTS = Path(__file__).parents[1] / "traces" / "prompts" / "prompts.jsonl"
 HOLD_OUT = ("coding", "travel", "health")
@@ -59,12 +59,11 @@ def recorded(model: Path, home: Path, tokens: int, processes: int, sparsity: flo
         running.append(subprocess.Popen([sys.executable, "-c", code]))
     if any(process.wait() for process in running):
         raise SystemExit("a recording failed; remove its part and start again")
-    joined = join(parts, whole)
-    return joined
+    return join(parts, whole)
 
 
 def relabelled(trace: Trace, sparsity: float, rows: np.ndarray) -> Trace:
-    """The trace of a magnitude kind with another activity threshold: exact, as it lies between two codes of the score."""
+    """The trace of a magnitude kind at another sparsity: exact, its threshold lies between two codes."""
     assert trace.score is not None
     spec = trace.spec
     counts = np.zeros((spec.layers, 256), np.int64)
@@ -140,6 +139,7 @@ def judged(
     chosen = next((r["bound"] for r in reversed(curve) if r.get("ratio", np.inf) <= 1.05), BOUNDS[0])
     layers = judge.evaluate(points[chosen], trace, test, frequency)
     modes = judge.modes(layers, points[chosen])
+    spec = trace.spec
     return {
         "name": name,
         "model": trace.spec.name,
@@ -147,7 +147,7 @@ def judged(
         "tokens": {"trained": len(parts.train), "validated": len(parts.validation), "judged": len(test)},
         "ranks": list(predictors.ranks),
         "bytes": predictors.bytes,
-        "share": predictors.bytes / (2 * trace.spec.layers * trace.spec.neurons * trace.spec.matrices * trace.spec.hidden),
+        "share": predictors.bytes / (2 * spec.layers * spec.neurons * spec.matrices * spec.hidden),
         "density": float(layers["density"].mean()),
         "chosen_bound": chosen,
         "curve": curve,
@@ -175,13 +175,14 @@ def markdown(results: list[dict[str, Any]]) -> str:
             f"## {result['model']}, {result['name']}: k = {k}, {result['share']:.1%} of the FFN's bytes",
             "",
             f"{result['machine']}; {result['date']}. Trained on {result['tokens']['trained']:,} tokens that the model "
-            f"wrote, judged on {result['tokens']['judged']:,} of the domains {', '.join(result['settings']['hold_out'])}, "
-            f"of which it saw none. True density {result['density']:.1%}. {result['advice'].capitalize()}.",
+            f"wrote, judged on {result['tokens']['judged']:,} of the domains "
+            f"{', '.join(result['settings']['hold_out'])}, of which it saw none. True density {result['density']:.1%}. "
+            f"{result['advice'][:1].upper() + result['advice'][1:]}.",
             "",
             pd.DataFrame(result["curve"]).to_markdown(index=False, floatfmt=".4g"),
             "",
-            "Recall (= precision) at as many predicted as active, and the share of the neurons that each way needs to miss",
-            "no more than a bound (mean of the layers):",
+            "Recall (= precision) at as many predicted as active, and the share of the neurons that each way needs to",
+            "miss no more than a bound (mean of the layers):",
             "",
             pd.DataFrame(result["ways"]).to_markdown(index=False, floatfmt=".3f"),
             "",

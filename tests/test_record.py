@@ -14,8 +14,8 @@ from dinfer import bits
 from dinfer.errors import InputError
 from dinfer.families import FAMILIES, open_checkpoint
 from dinfer.record.generate import Sampling, draw
-from dinfer.record.recorder import read_prompts, record
-from dinfer.trace import Trace, decode_levels
+from dinfer.record.recorder import _prompts, read_prompts, record
+from dinfer.trace import Trace, decode_levels, join
 
 RANDOM = np.random.default_rng(5)
 PROMPTS = [RANDOM.integers(3, 256, size).tolist() for size in (5, 17, 9, 12, 30, 3, 8, 11)]
@@ -262,6 +262,58 @@ def test_shortfall_is_said(tmp_path):
     with pytest.warns(UserWarning, match=r"holds \d+ decode tokens of 30: all 6 prompts are used"):
         trace = record(directory, PROMPTS, 30, tmp_path / "t", max_new_tokens=5, temperature=0)
     assert trace.tokens["sequence"].nunique() == 6
+
+
+def test_draw_is_that_of_sorting_all_ids():
+    """Leaving out what no nucleus reaches changes neither the ids nor the random stream."""
+
+    def plainly(logits, sampling, stream):
+        likely, order = (logits / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+        likely[likely.cumsum(0) - likely >= sampling.top_p] = 0
+        return int(order[torch.multinomial(likely, 1, generator=stream)])
+
+    for top_p in (0.5, 0.95, 1.0):
+        ours, theirs = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+        for spread in (0.1, 1.0, 4.0):
+            logits = spread * torch.randn(500, generator=torch.Generator().manual_seed(5))
+            for _ in range(20):
+                sampling = Sampling(0.8, top_p)
+                assert draw(logits, sampling, ours) == plainly(logits, sampling, theirs)
+
+
+def test_parts_of_a_recording_join_to_the_whole(tiny_models, tmp_path):
+    """Recorded from a later sequence on and joined, with some sequences twice, it is the recording of one process."""
+    prompts = [[3 + i, 9, 5] for i in range(6)]
+    parts = {"whole": (0, 60), "first": (0, 30), "rest": (4, 20)}
+    made = {
+        name: record(
+            tiny_models["llama-relu"], prompts, tokens, tmp_path / name, hidden=True, max_new_tokens=5, batch=3,
+            first_sequence=first,
+        )  # fmt: skip
+        for name, (first, tokens) in parts.items()
+    }
+    joined = join([tmp_path / "first", tmp_path / "rest"], tmp_path / "joined")
+    whole = made["whole"].rows((made["whole"].tokens["sequence"] <= joined.tokens["sequence"].max()).to_numpy())
+    assert joined.tokens.equals(whole.tokens)
+    for name in ("active", "score", "contribution"):
+        assert np.array_equal(getattr(joined, name), getattr(whole, name))
+    assert np.allclose(joined.hidden, whole.hidden, atol=1e-2)
+    record(tiny_models["llama-relu"], prompts, 5, tmp_path / "bare", max_new_tokens=5, seed=1)
+    with pytest.raises(InputError, match="bare has another prompt_indices than .*first; join parts of one recording$"):
+        join([tmp_path / "first", tmp_path / "bare"], tmp_path / "no")
+
+
+def test_domains_of_the_prompts_are_kept(tiny_models, tmp_path):
+    """A file with a domain for each prompt gives those of the recorded ones, in their order."""
+    lines = [{"prompt": str(i), "domain": f"d{i // 3}"} for i in range(9)]
+    file = tmp_path / "p.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    texts, name, domains = _prompts(file)
+    assert (texts[4], name, domains[4]) == ("4", "p.jsonl", "d1")
+    file.write_text("\n".join(json.dumps({**line, "domain": ""}) for line in lines))
+    assert _prompts(file)[2] == []
+    made = record(tiny_models["llama-relu"], [[3], [4], [5], [6]], 2, tmp_path / "t", max_new_tokens=2).meta
+    assert "domains" not in made
 
 
 def test_draw_is_greedy_or_from_the_nucleus():

@@ -20,6 +20,8 @@ from dinfer.cli import app
 from dinfer.errors import InputError
 from dinfer.exec import execute
 from dinfer.exec.execute import Session
+from dinfer.exec.predictor import measure_predict
+from dinfer.machine import Cost, Device, Link, Machine
 from dinfer.model import ModelSpec
 from dinfer.plan import Plan
 from dinfer.predictors import Predictors, normalised
@@ -32,13 +34,19 @@ from dinfer.sim import simulate
 from dinfer.sim.predictor import Predictor
 from dinfer.solve import budget_for_share, make_plan
 from dinfer.trace import Trace, decode_levels
-from tests.test_execute import machine
 
 SPEC = ModelSpec(
     name="rule", family="llama", layers=3, hidden=24, neurons=90, activation="relu", heads=1, kv_heads=1, head_dim=24,
     vocab=10, max_positions=64,
 )  # fmt: skip
 DOMAINS = ["plants", "stones", "rivers"]
+
+
+def machine() -> Machine:
+    gpu = Device("gpu", 2**40, attention=Cost(1e-4), gate=Cost(1e-6, 1e10), neuron=Cost(0, 1e10))
+    cpu = Device("cpu", 2**40, gate=Cost(1e-6, 1e9), neuron=Cost(0, 1e9))
+    link = Link("fast", 0.0, 1e12)
+    return Machine("test", gpu, cpu, link, link, 1e11, emulated_link=link)
 
 
 def refuses(text: str):
@@ -416,6 +424,14 @@ def test_the_command_line_trains_judges_plans_and_runs(run_of_tiny, tiny_models,
     run = ["run", plan, "--model", tiny_models["llama-relu"], "--device", "cpu", "--replay", trace, "--sequences", "0"]
     assert json.loads(dinfer(*run, "--predictor", out, "-o", "json"))
     assert "error: plan predicts by predictor " in dinfer(*run, code=2)
+
+
+def test_a_profile_times_the_prediction():
+    """The cost is affine in the rank and positive: what a plan's predict step is believed to take."""
+    fixed, each = measure_predict(replace(SPEC, hidden=256, neurons=1024), torch.device("cpu"), repeats=8)
+    assert 0 <= fixed < 1
+    assert 0 <= each < 1
+    assert fixed + each > 0
 
 
 def test_force_replaces_nothing_but_a_predictor(run_of_tiny, tmp_path):

@@ -1,10 +1,17 @@
 """A trained predictor at work: the sets of a layer from the residual that decoding has at hand."""
 
+import time
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from dinfer import bits
+from dinfer.model import ModelSpec
 from dinfer.predictors import Predictors
+
+RANKS = 8, 128
+"""Ranks at which a prediction is timed: what differs is what it reads."""
 
 
 class LivePredictor:
@@ -25,3 +32,33 @@ class LivePredictor:
         rows = (rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + 1e-6)).to(self.dtype)
         chosen = torch.addmm(bias, rows @ first, second) >= self.cuts[layer]
         return bits.pack(chosen.any(dim=0).cpu().numpy())
+
+
+def measure_predict(spec: ModelSpec, device: torch.device, repeats: int = 40) -> tuple[float, float]:
+    """Seconds of one layer's prediction: a fixed part, and more for each rank; medians over random predictors."""
+    few = replace(spec, layers=min(spec.layers, 8), windows=())
+    seconds = []
+    for rank in RANKS:
+        live = LivePredictor(_random(few, rank), device)
+        hidden = torch.randn(1, spec.hidden, device=device)
+        taken = []
+        for number in range(repeats + 8):  # the first eight warm up
+            start = time.perf_counter()
+            live.predicted(number % few.layers, hidden)
+            taken.append(time.perf_counter() - start)
+        seconds.append(float(np.median(taken[8:])))
+    each = max(0.0, (seconds[1] - seconds[0]) / (RANKS[1] - RANKS[0]))
+    return max(0.0, seconds[0] - RANKS[0] * each), each
+
+
+def _random(spec: ModelSpec, rank: int) -> Predictors:
+    draw = np.random.default_rng(0).standard_normal
+    layers = range(spec.layers)
+    return Predictors(
+        spec=spec,
+        lookahead=0,
+        first=[draw((spec.hidden, rank)).astype(np.float16) for _ in layers],
+        second=[draw((rank, spec.neurons)).astype(np.float16) for _ in layers],
+        bias=[draw(spec.neurons).astype(np.float16) for _ in layers],
+        thresholds=np.full(spec.layers, 0.5, np.float32),
+    )

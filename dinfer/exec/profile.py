@@ -19,8 +19,9 @@ import torch
 from scipy.optimize import least_squares, nnls
 
 from dinfer import bits
-from dinfer.exec.execute import Session
+from dinfer.exec.execute import Session, open_device
 from dinfer.exec.kernels_cpu import read_rows
+from dinfer.exec.predictor import measure_predict
 from dinfer.families import open_checkpoint
 from dinfer.machine import PREFILL_CHUNK, Cost, Device, Link, Machine
 from dinfer.model import ModelSpec
@@ -87,7 +88,9 @@ def measure_machine(
             progress((number + 1) / len(plans))
     machine, fits = _fit(spec, blank, pd.concat(frames, ignore_index=True))
     prefill, described = _fit_prefill(spec, machine, prefills)
-    return replace(machine, cpu=replace(machine.cpu, prefill=prefill)), pd.DataFrame([*fits, described])
+    predict, timed = _fit_predict(spec, device)
+    gpu, cpu = replace(machine.gpu, predict=predict), replace(machine.cpu, prefill=prefill)
+    return replace(machine, gpu=gpu, cpu=cpu), pd.DataFrame([*fits, described, timed])
 
 
 def _calibration_plans(spec: ModelSpec, machine: Machine, thresholds: tuple[float, ...]) -> Iterator[tuple[Plan, int]]:
@@ -270,6 +273,13 @@ def _fit_prefill(spec: ModelSpec, machine: Machine, prefills: list[list[float]])
     residual = float(np.abs(fitted / target - 1).mean())
     described = Fit("prefill", fixed * 1e6, per_flop * per_token * 1e9, "token", residual, len(target))
     return Cost(float(fixed), flops_per_second=float(_rate(1.0, per_flop))), described
+
+
+def _fit_predict(spec: ModelSpec, device: str) -> tuple[Cost, Fit]:
+    """A trained predictor's step by its rank, timed alone: no calibration plan has one."""
+    fixed, each = measure_predict(spec, open_device(device))
+    rank_bytes = 2 * (spec.hidden + spec.neurons)
+    return Cost(fixed, _rate(rank_bytes, each)), Fit("predict", fixed * 1e6, each * 1e9, "rank", float("nan"), 2)
 
 
 def _machine(spec: ModelSpec, blank: Machine, values: dict[str, list[float]], sides: Sides) -> Machine:
