@@ -433,6 +433,10 @@ def run(
     top_p: Annotated[float, typer.Option(help="nucleus of the sampling")] = 1.0,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
     chat: Annotated[bool, typer.Option(help="put the prompt into the model's chat template")] = True,
+    prefill: Annotated[
+        str | None,
+        typer.Option(help="who computes the prompt: cpu or stream (the GPU); default: the faster", show_default=False),
+    ] = None,
     costs: Annotated[
         str | None,
         typer.Option(
@@ -467,7 +471,7 @@ def run(
     streams = output is None and prompt is not None
     done = execute(
         read, resolve_model(model), prompt, replay=replayed, device=device, max_tokens=tokens, temperature=temperature,
-        top_p=top_p, seed=seed, chat=chat, on_text=_stream if streams else None, costs=costs,
+        top_p=top_p, seed=seed, chat=chat, on_text=_stream if streams else None, costs=costs, prefill=prefill,
         predictor=_predictor(predictor),
     )  # fmt: skip
     if streams:

@@ -304,22 +304,46 @@ def layer_costs(
     return LayerCosts(*map(float, costs))  # a TOML file may say 1 for 1.0, a compiled reader takes floats only
 
 
-PREFILL_CHUNK = 256
-"""Prompt tokens that the executor takes through the layers at once: ours."""
+PREFILL_CHUNK = 512
+"""Most prompt tokens that go through the layers at once; a longer prompt goes in several chunks. Ours."""
+
+PREFILLS = ("cpu", "stream")
+"""Who computes a prompt's FFNs: the CPU, where all neurons lie, or the GPU, to which the others are streamed."""
 
 
-def prefill_seconds(spec: ModelSpec, machine: Machine, tokens: int) -> float:
-    """Seconds until a prompt of ``tokens`` tokens has gone through the model, the first logits included.
+def prefill_block(spec: ModelSpec) -> int:
+    """Neurons streamed at a time: two blocks and a block's values take what one FFN's values of a chunk would take."""
+    return max(1, PREFILL_CHUNK * spec.neurons // (2 * spec.hidden + PREFILL_CHUNK))
 
-    Dense on the CPU, where all neurons lie, in chunks: layers * (fixed + max(layer bytes / rate, 2 * layer weights *
-    tokens / flops)) for each chunk, then the head. The attention's share of the flops is counted there too.
+
+def prefill_choices(spec: ModelSpec, machine: Machine, tokens: int, resident: int = 0) -> dict[str, float]:
+    """Seconds of each of PREFILLS until a prompt of ``tokens`` tokens has gone through, the first logits included.
+
+    Dense, in chunks: layers * (fixed + max(layer bytes / rate, 2 * layer weights * tokens / flops)) for each chunk,
+    then the head. The attention's share of the flops is counted there too. Streaming takes as long as the link needs
+    for the neurons that are not among the ``resident`` ones, where that is longer. A GPU of which no prefill cost is
+    known is no choice.
     """
     layer_weights = spec.attention_parameters + spec.neurons * spec.matrices * spec.hidden
     layer_bytes = spec.attention_bytes + spec.neurons * spec.neuron_bytes
     whole, rest = divmod(tokens, PREFILL_CHUNK)
     chunks = [PREFILL_CHUNK] * whole + [rest] * (rest > 0)
-    layers = sum(machine.cpu.prefill.seconds(layer_bytes, 2.0 * layer_weights * chunk) for chunk in chunks)
-    return spec.layers * layers + machine.gpu.head.seconds(spec.head_bytes, 2 * spec.vocab * spec.hidden)
+    head = machine.gpu.head.seconds(spec.head_bytes, 2 * spec.vocab * spec.hidden)
+
+    def layers(device: Device, least: float) -> float:
+        return sum(max(device.prefill.seconds(layer_bytes, 2.0 * layer_weights * chunk), least) for chunk in chunks)
+
+    choices = {"cpu": spec.layers * layers(machine.cpu, 0.0) + head}
+    if machine.gpu.prefill != Cost():
+        cold = spec.neurons - resident / spec.layers
+        link = machine.h2d.seconds(math.ceil(cold / prefill_block(spec)), cold * spec.neuron_bytes)
+        choices["stream"] = spec.layers * layers(machine.gpu, link) + head
+    return choices
+
+
+def prefill_seconds(spec: ModelSpec, machine: Machine, tokens: int, resident: int = 0) -> float:
+    """Seconds of the faster of ``prefill_choices``."""
+    return min(prefill_choices(spec, machine, tokens, resident).values())
 
 
 def catalogue_machines() -> dict[str, Machine]:

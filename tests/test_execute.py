@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import LLAMA, save_tiny
 from transformers import AutoModelForCausalLM
 
 from dinfer import bits
-from dinfer.errors import InputError
+from dinfer.errors import InputError, PlanWarning
 from dinfer.exec import Session, execute
-from dinfer.exec.bank import Bank
+from dinfer.exec.bank import Bank, host_slab
 from dinfer.exec.estimate import Estimate
+from dinfer.exec.execute import empty_kv
 from dinfer.exec.link import EmulatedLink
 from dinfer.exec.prompts import sample
 from dinfer.families import open_checkpoint
@@ -97,6 +99,47 @@ def test_the_output_is_the_dense_models(tiny_models, name, split):
             error = (torch.stack(seen) - logits).norm() / logits.norm()
             assert error < 1e-4
             assert list(run.ids) == expected
+
+
+@pytest.mark.parametrize("split", ["none", "half", "all"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_gives_the_same_wherever_it_is_computed(tiny_models, name, split):
+    ids = np.random.default_rng(3).integers(3, 256, 90).tolist()
+    plan = make_plan(tiny_models[name], splits(160, 4)[split])
+    seen: dict[str, list[torch.Tensor]] = {"cpu": [], "stream": []}
+    for way, logits in seen.items():
+        with Session(plan, tiny_models[name], "cpu", prefill=way) as session:
+            run = session.generate(ids, max_tokens=3, stop=False, on_logits=logits.append)
+        assert run.timeline.meta["prefill"] == [way]
+    ours, theirs = (torch.stack(logits) for logits in seen.values())
+    assert (ours - theirs).norm() / theirs.norm() < 1e-5
+
+
+@pytest.fixture(scope="module")
+def long_models(tmp_path_factory):
+    """Tiny models with 8k positions: one sees all of them, one a window of 700."""
+    from transformers import LlamaConfig, MistralConfig
+
+    home = tmp_path_factory.mktemp("long")
+    shape = LLAMA | {"max_position_embeddings": 8192, "num_hidden_layers": 2}
+    configs = {"llama": LlamaConfig(**shape), "mistral": MistralConfig(**shape, sliding_window=700)}
+    return {name: save_tiny(config, home / name) for name, config in configs.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_context_of_8k(long_models, name):
+    # a prompt of 8,100 tokens in 16 chunks and 12 tokens after it: the dense model's logits, with the KV as planned
+    ids = np.random.default_rng(3).integers(3, 256, 8100).tolist()
+    plan = make_plan(long_models[name], 60, context=8192)
+    seen: list[torch.Tensor] = []
+    with Session(plan, long_models[name], "cpu", prefill="stream") as session:
+        run = session.generate(ids, max_tokens=12, stop=False, on_logits=seen.append)
+    reference = AutoModelForCausalLM.from_pretrained(long_models[name], dtype=torch.float32)
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids + list(run.ids[:-1])]), logits_to_keep=12).logits[0]
+    assert (torch.stack(seen) - expected).norm() / expected.norm() < 1e-4
+    held = sum(cache.nbytes for layer in empty_kv(plan, torch.device("cpu")) for cache in layer)
+    assert held == plan.spec.kv_bytes(8192)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -347,6 +390,35 @@ def test_the_emulated_link_keeps_its_rate(tiny_models, relu_trace):
     assert np.median(took / nominal) < 1.5
 
 
+def test_an_error_of_the_link_ends_the_run(tiny_models, monkeypatch):
+    # the thread that copies must not leave the decoding thread waiting for ever
+    def broken(*arguments):
+        raise OSError("the link broke")
+
+    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"})
+    before = threading.active_count()
+    with Session(plan, tiny_models["llama-relu"], "cpu") as session:
+        monkeypatch.setattr(Bank, "move_biases", broken)
+        with pytest.raises(OSError, match="^the link broke$"):
+            session.generate([9, 8, 7], max_tokens=12)
+    assert threading.active_count() == before
+
+
+def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(monkeypatch):
+    def refuse(*shape, **options):
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    message = (
+        "24.00 KiB of host memory cannot be pinned (CUDA error: out of memory): the neurons lie in pageable memory and "
+        "prefetches go through a pinned block; raise `ulimit -l` or free memory to avoid this"
+    )
+    with pytest.warns(PlanWarning, match=f"^{re.escape(message)}$"):
+        slab = host_slab((2, 16, 3, 64), torch.float32, torch.device("cuda"))
+    assert slab.shape == (2, 16, 3, 64)
+    assert not slab.is_pinned()
+
+
 def test_threads_end_with_the_run(tiny_models):
     before = threading.active_count()
     execute(make_plan(tiny_models["opt"], 80), tiny_models["opt"], [4, 5], device="cpu", max_tokens=3)
@@ -405,6 +477,8 @@ def test_bad_input_is_refused_at_the_door(tiny_models, relu_trace):
         execute(plan, relu, replay=relu_trace.batched(1), device="cpu")
     with refuses("batch is 9 sequences; it must be between 1 and 8"):
         replace(plan, batch=9)
+    with refuses("prefill 'gpu' is not one of cpu, stream"):
+        execute(plan, relu, [1], device="cpu", prefill="gpu")
     with refuses("costs 'free' is not one of running, plan"):
         execute(plan, relu, [1], device="cpu", costs="free")
     with refuses("tokens is 0; it must be at least 1"):

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dinfer.machine import (
     catalogue_machines,
     layer_costs,
     load_machine,
+    prefill_choices,
     prefill_seconds,
 )
 from dinfer.model import ModelSpec, catalogue_models
@@ -400,15 +402,35 @@ def test_an_unknown_choice_is_refused(choice: dict[str, str], message: str) -> N
         layer_costs(MODELS["opt-6.7b"], MACHINES["pc-high"], **choice)
 
 
+def test_a_prompt_is_computed_where_it_is_sooner() -> None:
+    """The GPU's flops are cheap, but what is not resident must come over the link: once for each chunk of 512."""
+    spec = ModelSpec("tiny", "llama", 2, 64, 128, 4, 4, 16, 100)
+    slow, fast = ({"bytes_per_second": 1e12, "flops_per_second": rate} for rate in (1e8, 1e10))
+    machine = Machine.from_dict(
+        SIMPLE
+        | {"cpu": {"name": "cpu", "memory_bytes": 1, "prefill": slow}}
+        | {"gpu": {"name": "gpu", "memory_bytes": 1, "prefill": fast}}
+        | {"h2d": {"name": "wire", "fixed_seconds": 0.0, "bytes_per_second": 1e5}}
+    )
+    flops = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    half = prefill_choices(spec, machine, 600, resident=128)
+    assert half["cpu"] == pytest.approx(2 * 600 * flops / 1e8)
+    assert half["stream"] == pytest.approx(2 * 2 * 64 * spec.neuron_bytes / 1e5)
+    whole = prefill_choices(spec, machine, 600, resident=256)
+    assert whole == {"cpu": half["cpu"], "stream": pytest.approx(2 * 600 * flops / 1e10)}
+    assert prefill_seconds(spec, machine, 600, 256) == whole["stream"] < half["cpu"] < half["stream"]
+    assert "stream" not in prefill_choices(spec, replace(machine, gpu=replace(machine.gpu, prefill=Cost())), 600)
+
+
 def test_prefill_takes_each_chunk_through_every_layer() -> None:
-    """300 tokens are chunks of 256 and 44; each layer costs its fixed part and its flops, or its bytes if longer."""
+    """600 tokens are chunks of 512 and 88; each layer costs its fixed part and its flops, or its bytes if longer."""
     spec = ModelSpec("tiny", "llama", 2, 64, 128, 4, 4, 16, 100)
     step = {"fixed_seconds": 0.5, "bytes_per_second": 1e9, "flops_per_second": 1e6}
     machine = Machine.from_dict(SIMPLE | {"cpu": {"name": "cpu", "memory_bytes": 1, "prefill": step}})
     weights = 4 * 64 * 64 + 3 * 64 * 128
     head = machine.gpu.head.seconds(spec.head_bytes, 2 * 100 * 64)
-    assert prefill_seconds(spec, machine, 300) == pytest.approx(2 * (2 * 0.5 + 2 * weights * 300 / 1e6) + head)
-    assert prefill_seconds(spec, machine, 0) == head
+    assert prefill_choices(spec, machine, 600)["cpu"] == pytest.approx(2 * (2 * 0.5 + 2 * weights * 600 / 1e6) + head)
+    assert prefill_choices(spec, machine, 0)["cpu"] == head
     slow = {**step, "bytes_per_second": 1.0}
     machine = Machine.from_dict(SIMPLE | {"cpu": {"name": "cpu", "memory_bytes": 1, "prefill": slow}})
-    assert prefill_seconds(spec, machine, 1) == pytest.approx(2 * (0.5 + 2 * weights) + head)
+    assert prefill_choices(spec, machine, 1)["cpu"] == pytest.approx(2 * (0.5 + 2 * weights) + head)

@@ -1,12 +1,13 @@
 """Where the weights of the neurons lie: all of them in host memory, the resident ones in GPU slots too."""
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numba import njit
 
-from dinfer.errors import InputError
+from dinfer.errors import InputError, PlanWarning
 from dinfer.families import TORCH_DTYPES, Checkpoint
 from dinfer.placement import Placement
 from dinfer.units import format_bytes
@@ -76,7 +77,7 @@ def fill_bank(checkpoint: Checkpoint, placement: Placement, dtype: str, device: 
     """
     spec = checkpoint.spec
     kind = TORCH_DTYPES[dtype]
-    host = _host_slab((spec.layers, spec.neurons, spec.matrices, spec.hidden), kind, device)
+    host = host_slab((spec.layers, spec.neurons, spec.matrices, spec.hidden), kind, device)
     counts = placement.slots
     device_slab = _device_slab((int(counts.sum()), spec.matrices, spec.hidden), kind, device)
     slots = list(device_slab.split([int(count) for count in counts]))
@@ -110,9 +111,19 @@ def fill_bank(checkpoint: Checkpoint, placement: Placement, dtype: str, device: 
     )
 
 
-def _host_slab(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) -> torch.Tensor:
+def host_slab(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor in host memory, pinned for a CUDA ``device``; pageable, with a PlanWarning, failing that."""
     if device.type == "cuda":
-        return torch.empty(shape, dtype=kind, pin_memory=True)
+        try:
+            return torch.empty(shape, dtype=kind, pin_memory=True)
+        except RuntimeError as error:
+            needed = format_bytes(int(np.prod(shape)) * kind.itemsize)
+            warnings.warn(
+                f"{needed} of host memory cannot be pinned ({str(error).splitlines()[0]}): the neurons lie in pageable "
+                "memory and prefetches go through a pinned block; raise `ulimit -l` or free memory to avoid this",
+                PlanWarning,
+                stacklevel=4,
+            )
     # numpy's memory gets huge pages where torch's did not: the CPU kernel ran 14-17% faster on it
     count = int(np.prod(shape)) * kind.itemsize
     return torch.from_numpy(np.empty(count, np.uint8)).view(kind).view(shape)

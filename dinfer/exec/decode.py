@@ -51,7 +51,8 @@ class Running:
     """A model being run under a plan: weights, threads, the cache's state and what is known of activity.
 
     ``predictions`` uint64 [layer, words] is what each layer's next step takes as predicted when nothing is replayed:
-    its active set of the token before, of a batch the union. ``prefills`` holds tokens and seconds of each prompt.
+    its active set of the token before, of a batch the union. ``prefills`` holds tokens and seconds of each prompt,
+    ``ways`` who computed it.
     ``kv`` [layer][sequence] are the caches [2, kv_heads, context, head_dim], ``going`` the sequences that still decode,
     ``decoded`` the tokens so far (``clock.token`` counts steps of the batch). ``estimate`` keeps the believed costs up
     to date; without one the plan's are believed throughout.
@@ -86,6 +87,7 @@ class Running:
     work: list[np.ndarray] = field(default_factory=list)
     moves: list[tuple[int, int, np.ndarray, np.ndarray]] = field(default_factory=list)
     prefills: list[list[float]] = field(default_factory=list)
+    ways: list[str] = field(default_factory=list)
     fetched: dict[int, np.ndarray] = field(default_factory=dict)
     share: dict[int, Share] = field(default_factory=dict)
 

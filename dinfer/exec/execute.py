@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from dinfer.exec.prompts import (
 )
 from dinfer.exec.workers import Workers
 from dinfer.families import FAMILIES, TORCH_DTYPES, Checkpoint, open_checkpoint
+from dinfer.machine import PREFILLS
 from dinfer.plan import Plan
 from dinfer.predictors import Predictors
 from dinfer.timeline import Answer, Run, Timeline
@@ -60,6 +62,7 @@ def execute(
     cpu_threads: int | None = None,
     predictor: Predictors | None = None,
     costs: str | None = None,
+    prefill: str | None = None,
 ) -> Run:
     """Run ``plan`` on the model in directory ``model`` and return what happened.
 
@@ -70,9 +73,9 @@ def execute(
     greedy. ``predictor`` is the one that a "trained" plan names. Raises InputError for a plan of another model or
     predictor, a missing device, an empty prompt, or a context that the plan's KV cache cannot hold. ``costs``, one of
     COSTS, says what decisions believe; by default "plan" for a replay, which then decides as the simulator, else
-    "running".
+    "running". ``prefill``, one of PREFILLS, says who computes the prompt's FFNs; by default who is faster by the costs.
     """
-    with Session(plan, model, device, cpu_threads, predictor, costs) as session:
+    with Session(plan, model, device, cpu_threads, predictor, costs, prefill) as session:
         if replay is not None:
             return session.replay(replay)
         return session.generate(
@@ -95,6 +98,7 @@ class Session:
         cpu_threads: int | None = None,
         predictor: Predictors | None = None,
         costs: str | None = None,
+        prefill: str | None = None,
     ) -> None:
         self.device = open_device(device)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
@@ -105,7 +109,9 @@ class Session:
         self.predictor = predictor
         if costs not in (None, *COSTS):
             raise InputError(f"costs {costs!r} is not one of {', '.join(COSTS)}")
-        self.costs = costs
+        if prefill not in (None, *PREFILLS):
+            raise InputError(f"prefill {prefill!r} is not one of {', '.join(PREFILLS)}")
+        self.costs, self.prefill = costs, prefill
         if plan.spec.dtype not in TORCH_DTYPES:
             raise InputError(f"dtype {plan.spec.dtype} cannot be run; plan with one of {', '.join(TORCH_DTYPES)}")
         if plan.machine.emulated and self.device.type != "cpu":
@@ -159,7 +165,7 @@ class Session:
         written: list[list[int]] = [[] for _ in encoded]
         run = self._start(None)
         try:
-            logits = torch.stack([timed_prefill(run, index, ids) for index, ids in enumerate(encoded)])
+            logits = torch.stack([timed_prefill(run, i, ids, way=self.prefill) for i, ids in enumerate(encoded)])
             run.going = range(len(encoded))
             run.clock.resume()
             while True:
@@ -207,7 +213,7 @@ class Session:
             for parts in groups:
                 run.clock.pause()
                 for index, part in enumerate(parts):
-                    timed_prefill(run, index, _prompt_ids(trace, part))
+                    timed_prefill(run, index, _prompt_ids(trace, part), way=self.prefill)
                 run.clock.resume()
                 ids = np.stack([part.tokens["id"] for part in parts], axis=1).tolist()
                 positions = np.stack([part.tokens["position"] for part in parts], axis=1).tolist()
@@ -253,6 +259,8 @@ class Session:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - self.cpu_threads))
         sys.setswitchinterval(SWITCH_SECONDS)
         bank = self.last_bank = fill_bank(self.checkpoint, plan.placement, spec.dtype, self.device)
+        if self.device.type == "cuda" and not bank.host.is_pinned():
+            plan = replace(plan, issue="block")  # staged in a pinned block, and timed anew for that
         clock = Clock(self.device)
         link: Transport
         if self.device.type == "cpu":
@@ -306,6 +314,8 @@ class Session:
                 "device": _device_name(self.device),
                 "emulated": self.device.type == "cpu",
                 "prefills": run.prefills,
+                "prefill": run.ways,
+                "issue": run.plan.issue,
                 **({} if run.estimate is None else {"believed": run.estimate.believed}),
                 "link_bytes_per_second": (machine.emulated_link or machine.h2d).bytes_per_second,
                 "torch": torch.__version__,

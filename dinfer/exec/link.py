@@ -19,6 +19,8 @@ Record = Callable[[int, str, str, float, float, int, int], None]
 """record(layer, step, stream, start, end, neurons, bytes) with perf_counter seconds."""
 
 
+NOTHING = np.zeros(0, np.int32)
+
 Arrival = Callable[[], np.ndarray]
 """Waits for what is on its way to the host and returns it."""
 
@@ -33,6 +35,9 @@ class Transport(Protocol):
 
     def prefetch(self, layer: int, ids: np.ndarray, slots: np.ndarray) -> Any:
         """Start moving neurons ``ids`` into ``slots`` of a layer; returns what ``wait`` takes."""
+
+    def bring(self, layer: int, ids: np.ndarray, into: torch.Tensor) -> Any:
+        """Start moving neurons ``ids`` into the first rows of ``into``, after what reads them now."""
 
     def wait(self, token: Any) -> None:
         """Let what follows on the compute stream see the moved neurons."""
@@ -61,26 +66,33 @@ class EmulatedLink:
         self.row_bytes = bank.host[0, 0].numel() * bank.host.element_size()
         self.jobs: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self.free_seconds = 0.0
-        nothing = np.zeros(0, np.int32)
-        copy_rows(_words(bank.host[0]), nothing, _words(bank.host[0]), nothing)  # compiles before the clock runs
+        self.error: BaseException | None = None
+        copy_rows(_words(bank.host[0]), NOTHING, _words(bank.host[0]), NOTHING)  # compiles before the clock runs
         self.thread = threading.Thread(target=self._work, name="h2d", daemon=True)
         self.thread.start()
 
     def prefetch(self, layer: int, ids: np.ndarray, slots: np.ndarray) -> threading.Event:
         """Queue the copy; the event is set when the emulated link has moved the last neuron."""
-        done = threading.Event()
-        self.jobs.put((layer, ids, slots, done, time.perf_counter()))
-        return done
+        return self._queue("prefetch", layer, ids, self.bank.slots[layer], slots, len(ids) * self.row_bytes)
+
+    def bring(self, layer: int, ids: np.ndarray, into: torch.Tensor) -> threading.Event:
+        """Queue the copy."""
+        return self._queue("", layer, ids, into, np.arange(len(ids), dtype=np.int32), len(ids) * self.row_bytes)
 
     def state(self, layer: int, count_bytes: int) -> threading.Event:
         """Queue the copy of a partial sum behind the prefetches."""
+        return self._queue("merge", layer, NOTHING, None, NOTHING, count_bytes)
+
+    def _queue(self, step: str, layer: int, *what: Any) -> threading.Event:
         done = threading.Event()
-        self.jobs.put((layer, count_bytes, None, done, time.perf_counter()))
+        self.jobs.put((step, layer, what, done, time.perf_counter()))
         return done
 
     def wait(self, token: threading.Event) -> None:
-        """Block until the copy has ended."""
+        """Block until the copy has ended; an error of the link's thread is raised here."""
         token.wait()
+        if self.error is not None:
+            raise self.error
 
     def down(self, vectors: torch.Tensor) -> Arrival:
         """The tensor itself: the device is the host."""
@@ -98,20 +110,26 @@ class EmulatedLink:
 
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
-            layer, what, slots, done, asked = job
-            start = max(self.free_seconds, asked)
-            if slots is None:
-                neurons, count_bytes = 0, what
-            else:
-                neurons, count_bytes = len(what), len(what) * self.row_bytes
-                copy_rows(_words(self.bank.host[layer]), what, _words(self.bank.slots[layer]), slots)
-                self.bank.move_biases(layer, *(torch.from_numpy(a).long() for a in (what, slots)))
-            copies = neurons if self.per_neuron and neurons else 1
-            self.free_seconds = start + self.link.seconds(copies, count_bytes)
-            _sleep_until(self.free_seconds)
+            step, layer, what, done, asked = job
+            try:
+                self._move(step, layer, what, asked)
+            except BaseException as error:  # noqa: BLE001 - the decoding thread raises it
+                self.error = error
             done.set()
-            step = "merge" if slots is None else "prefetch"
-            self.record(layer, step, "h2d", start, max(self.free_seconds, time.perf_counter()), neurons, count_bytes)
+
+    def _move(self, step: str, layer: int, what: tuple[Any, ...], asked: float) -> None:
+        ids, into, slots, count_bytes = what
+        start = max(self.free_seconds, asked)
+        if len(ids):
+            copy_rows(_words(self.bank.host[layer]), ids, _words(into), slots)
+        if step == "prefetch":
+            self.bank.move_biases(layer, *(torch.from_numpy(array).long() for array in (ids, slots)))
+        copies = len(ids) if self.per_neuron and len(ids) else 1
+        self.free_seconds = start + self.link.seconds(copies, count_bytes)
+        _sleep_until(self.free_seconds)
+        if step:
+            end = max(self.free_seconds, time.perf_counter())
+            self.record(layer, step, "h2d", start, end, len(ids), count_bytes)
 
 
 class CudaLink:
@@ -165,6 +183,18 @@ class CudaLink:
             done.record(self.stream)
         self.asked[layer], self.last = (done, which, where), done
         self.measure(layer, "prefetch", "h2d", begin, done, len(ids), len(ids) * self.row_bytes)
+        return done
+
+    def bring(self, layer: int, ids: np.ndarray, into: torch.Tensor) -> torch.cuda.Event:
+        """Start the copy of the rows, gathered into pinned memory that torch keeps until it is done."""
+        host, which = self.bank.host[layer], torch.from_numpy(ids).long()
+        staged = torch.empty((len(ids), *host.shape[1:]), dtype=host.dtype, pin_memory=True)
+        torch.index_select(host, 0, which, out=staged)
+        done = torch.cuda.Event()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            into[: len(ids)].copy_(staged, non_blocking=True)
+            done.record(self.stream)
         return done
 
     def _move(self, layer: int, which: torch.Tensor, where: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from dinfer import bits
 from dinfer.exec.execute import Session, open_device
 from dinfer.exec.kernels_cpu import read_rows
 from dinfer.exec.predictor import measure_predict
-from dinfer.families import open_checkpoint
+from dinfer.families import Checkpoint, open_checkpoint
 from dinfer.machine import PREFILL_CHUNK, Cost, Device, Link, Machine
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
@@ -80,17 +80,36 @@ def measure_machine(
     frames: list[pd.DataFrame] = []
     prefills: list[list[float]] = []
     for number, (plan, prompt_tokens) in enumerate(plans):
-        with Session(plan, checkpoint, device, cpu_threads) as session:
+        with Session(plan, checkpoint, device, cpu_threads, prefill="cpu") as session:
             run = session.replay(_random_activity(spec, prompt_tokens))
         frames.append(_samples(run, plan, number, prompt_tokens))
         prefills += run.timeline.meta["prefills"]
         if progress is not None:
             progress((number + 1) / len(plans))
     machine, fits = _fit(spec, blank, pd.concat(frames, ignore_index=True))
-    prefill, described = _fit_prefill(spec, machine, prefills)
+    prefill, described = _fit_prefill(spec, machine, prefills, "prefill")
     predict, timed = _fit_predict(spec, device)
-    gpu, cpu = replace(machine.gpu, predict=predict), replace(machine.cpu, prefill=prefill)
-    return replace(machine, gpu=gpu, cpu=cpu), pd.DataFrame([*fits, described, timed])
+    fits += [described, timed]
+    streamed = prefill  # an emulated GPU is the same cores
+    if device != "cpu":
+        prompts = _streamed_prefills(spec, machine, checkpoint, cpu_threads)
+        streamed, described = _fit_prefill(spec, machine, prompts, "prefill on the GPU")
+        fits.append(described)
+    gpu, cpu = replace(machine.gpu, predict=predict, prefill=streamed), replace(machine.cpu, prefill=prefill)
+    return replace(machine, gpu=gpu, cpu=cpu), pd.DataFrame(fits)
+
+
+def _streamed_prefills(
+    spec: ModelSpec, machine: Machine, checkpoint: Checkpoint, cpu_threads: int | None
+) -> list[list[float]]:
+    """Tokens and seconds of prompts whose FFNs the GPU computes, all neurons resident: nothing is streamed."""
+    frequency = np.ones((spec.layers, spec.neurons), np.float32)
+    placement = Placement.hottest(frequency, np.full(spec.layers, spec.neurons))
+    vram, context = machine.gpu.memory_bytes, min(512, spec.max_positions)
+    plan = Plan(spec, machine, placement, frequency, issue="block", vram_bytes=vram, context=context)
+    with Session(plan, checkpoint, "cuda", cpu_threads, prefill="stream") as session:
+        runs = [session.replay(_random_activity(spec, tokens)) for tokens in (SHORT_PROMPT, *LONG_PROMPTS) * 2]
+    return [prompt for run in runs[len(runs) // 2 :] for prompt in run.timeline.meta["prefills"]]
 
 
 def _calibration_plans(spec: ModelSpec, machine: Machine, thresholds: tuple[float, ...]) -> Iterator[tuple[Plan, int]]:
@@ -261,7 +280,7 @@ def _fit_prefetch(spec: ModelSpec, blank: Machine, rows: pd.DataFrame) -> tuple[
     return [fixed, per_neuron], Fit("prefetch", fixed * 1e6, per_neuron * 1e9, "neuron", residual, len(rows))
 
 
-def _fit_prefill(spec: ModelSpec, machine: Machine, prefills: list[list[float]]) -> tuple[Cost, Fit]:
+def _fit_prefill(spec: ModelSpec, machine: Machine, prefills: list[list[float]], name: str) -> tuple[Cost, Fit]:
     """A fixed part for each layer and chunk, and a rate of flops, from prompts of several lengths."""
     per_token = 2.0 * (spec.attention_parameters + spec.neurons * spec.matrices * spec.hidden)
     tokens, seconds = np.array(prefills).T
@@ -271,7 +290,7 @@ def _fit_prefill(spec: ModelSpec, machine: Machine, prefills: list[list[float]])
     fixed, per_flop = nnls(design / scale / target[:, None], np.ones(len(target)))[0] / scale
     fitted = design @ [fixed, per_flop]
     residual = float(np.abs(fitted / target - 1).mean())
-    described = Fit("prefill", fixed * 1e6, per_flop * per_token * 1e9, "token", residual, len(target))
+    described = Fit(name, fixed * 1e6, per_flop * per_token * 1e9, "token", residual, len(target))
     return Cost(float(fixed), flops_per_second=float(_rate(1.0, per_flop))), described
 
 

@@ -6,7 +6,6 @@ import numpy as np
 
 from dinfer.errors import InputError
 from dinfer.machine import Factors, LayerCosts, Machine, layer_costs, prefill_seconds
-from dinfer.model import ModelSpec
 from dinfer.plan import Plan
 from dinfer.sim.decode import OPS_PER_LAYER, Log, Memory, Rules, replay
 from dinfer.sim.engine import NO_LOAD, Load, empty_ops
@@ -68,7 +67,7 @@ def simulate(
             "machine": machine.name,
             "plan": plan.fingerprint(),
             "model": plan.spec.name,
-            "prefills": _prefills(plan.spec, machine, decoded),
+            "prefills": _prefills(plan, machine, decoded),
         },
         totals=log.step_seconds,
     )
@@ -76,10 +75,11 @@ def simulate(
     return Run(timeline, log.work, log.fetch[:moved], log.evict[:moved])
 
 
-def _prefills(spec: ModelSpec, machine: Machine, decoded: Trace) -> list[list[float]]:
+def _prefills(plan: Plan, machine: Machine, decoded: Trace) -> list[list[float]]:
     """Tokens and seconds of each sequence's prompt: what stands before its first decode token."""
     prompts = decoded.tokens["position"][first_tokens(decoded)].tolist()
-    return [[prompt, prefill_seconds(spec, machine, prompt)] for prompt in prompts]
+    resident = int(plan.placement.slots.sum())
+    return [[prompt, prefill_seconds(plan.spec, machine, prompt, resident)] for prompt in prompts]
 
 
 def _replay(

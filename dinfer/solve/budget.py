@@ -6,12 +6,9 @@ from bisect import bisect_right
 from fractions import Fraction
 
 from dinfer.errors import InputError, PlanWarning
-from dinfer.machine import Machine
+from dinfer.machine import PREFILL_CHUNK, Machine
 from dinfer.model import ModelSpec, weight_bytes
 from dinfer.units import exact_bytes, format_bytes
-
-PREFILL_TOKENS = 512
-"""Most tokens that one prefill step takes; a longer prompt is prefilled in several."""
 
 MARGIN_PARTS = 100
 """One part in this many of the budget is left free, for what the allocator cannot use. Ours."""
@@ -49,7 +46,7 @@ def activation_bytes(spec: ModelSpec, context: int, batch: int = 1) -> int:
     queries, keys, values and attention result, and ``matrices`` FFN vectors (gate, up, product),
     in ``compute_dtype``; logits are fp32. The count is ours; a fused attention keeps no scores.
     """
-    tokens = max(1, min(context, PREFILL_TOKENS))
+    tokens = max(1, min(context, PREFILL_CHUNK))
     attention = spec.head_dim * 2 * (spec.heads + spec.kv_heads)
     width = 3 * spec.hidden + attention + spec.matrices * spec.neurons
     return weight_bytes(tokens * width, spec.compute_dtype) + 4 * batch * spec.vocab
