@@ -17,7 +17,9 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "dinfer"
 
-GROUND = "model machine units errors bits catalog compiled trace placement plan predictors timeline policies".split()
+GROUND = """
+model machine units errors bits catalog compiled trace archive placement plan predictors timeline policies
+""".split()
 ROOMS = {  # room: the other rooms that it may import
     "record": {"families"},
     "solve": set(),
