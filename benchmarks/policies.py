@@ -12,7 +12,6 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
-from scipy.optimize import linprog
-from scipy.sparse import diags, eye, hstack, kron, vstack
 
 sys.path.insert(0, str(Path(__file__).parent))
+from bounds import clairvoyant_bound, speed_bound
 from rows import OUTPUTS, Row, machine_line, write
 
 from dinfer import bits
-from dinfer.machine import ISSUES, Cost, Machine, load_machine
+from dinfer.machine import ISSUES, Machine, load_machine
 from dinfer.model import catalogue_models
 from dinfer.plan import Plan
 from dinfer.policies import CACHES
@@ -113,7 +111,7 @@ def plan_of(
 
 def run(plan: Plan, trace: Trace, cache: str, machine: Machine | None = None, **parameters: Any) -> Run:
     """The plan simulated with another cache policy."""
-    return simulate(replace(plan, cache={"name": cache, **parameters}), trace, machine, spans=False)
+    return simulate(replace(plan, cache={"name": cache, **parameters}), trace, machine, spans=False, decisions=False)
 
 
 def with_link(machine: Machine, bytes_per_second: float, fixed_seconds: float | None = None) -> Machine:
@@ -122,19 +120,7 @@ def with_link(machine: Machine, bytes_per_second: float, fixed_seconds: float | 
     return replace(machine, h2d=replace(machine.h2d, bytes_per_second=bytes_per_second, fixed_seconds=fixed))
 
 
-# bounds
-
-
-def bound(plan: Plan, trace: Trace) -> float:
-    """Tokens/s that no policy can pass: each set known and every copy free, so that a layer hits all it has
-    slots for.
-
-    A loose bound, as no link is free.
-    """
-    machine = with_link(plan.machine, math.inf, 0.0)
-    machine = replace(machine, cpu=replace(machine.cpu, schedule=Cost()))
-    free = replace(plan, machine=machine, prediction="oracle", window=plan.spec.neurons)
-    return run(free, trace, "belady").timeline.tokens_per_second
+# what is measured
 
 
 def clairvoyant(plan: Plan, trace: Trace) -> float:
@@ -148,43 +134,10 @@ def clairvoyant(plan: Plan, trace: Trace) -> float:
     return max(speeds + [run(known, trace, "static").timeline.tokens_per_second])
 
 
-def clairvoyant_bound(active: np.ndarray, resident: np.ndarray, windows: Sequence[int]) -> int:
-    """The most hits that any policy can have in one layer, exactly; for small sizes.
-
-    ``active`` bool [token, neuron], ``resident`` bool [neuron] at the start, at most ``windows`` [token]
-    fetches a token. Slots are interchangeable, so this is a minimum-cost flow of as many units as there are
-    slots: a unit stays with its neuron or passes a token's hub, which lets the window's number through. As
-    such the linear programme below has a whole optimum: x[t, i] says that i is resident at t, y[t, i] that it
-    was fetched for t.
-    """
-    tokens, neurons = active.shape
-    if not len(active):
-        return 0
-    size = tokens * neurons
-    before = diags([np.ones(size - neurons)], [-neurons], shape=(size, size)) if tokens > 1 else None
-    stay = eye(size) if before is None else eye(size) - before
-    start = np.zeros(size)
-    start[:neurons] = resident
-    of_token = kron(eye(tokens), np.ones((1, neurons)))
-    found = linprog(
-        -np.concatenate([active.ravel().astype(float), np.zeros(size)]),
-        A_ub=vstack([hstack([stay, -eye(size)]), hstack([0 * of_token, of_token])]).tocsr(),
-        b_ub=np.concatenate([start, np.asarray(windows, float)]),
-        A_eq=hstack([of_token, 0 * of_token]).tocsr(),
-        b_eq=np.full(tokens, float(resident.sum())),
-        bounds=(0, 1),
-        method="highs",
-    )
-    return round(-found.fun)
-
-
-# what is measured
-
-
 def compare(setting: Setting, size: Size) -> list[dict[str, Any]]:
     """All policies on one plan: one record each."""
     plan, trace = plan_of(setting, size)
-    most, known = bound(plan, trace), clairvoyant(plan, trace)
+    most, known = speed_bound(plan, trace), clairvoyant(plan, trace)
     names = [name for name in CACHES if setting.prediction == "oracle" or not CACHES[name].clairvoyant]
     records = []
     for name in names:
@@ -223,7 +176,7 @@ def hidden_share(plan: Plan, trace: Trace, cache: str, done: Run) -> float:
     The same decisions are timed again on a link of any bandwidth: what the run gains was exposed, be it
     waiting or the CPU's share of the DRAM.
     """
-    transfer = done.work[:, :, 2].sum() * plan.costs.prefetch_neuron_seconds
+    transfer = done.work[:, :, 2].sum() * plan.costs.link_neuron_seconds
     if not transfer:
         return math.nan
     free = run(plan, trace, cache, with_link(plan.machine, math.inf))
@@ -339,7 +292,7 @@ def as_rows(records: list[dict[str, Any]]) -> list[Row]:
     return [
         Row(record["cache"], f"{Setting(*[record[f] for f in Setting._fields])} ({record['vram']})",
             record["tokens_per_second"], record["tokens_per_second"], record["tokens_per_second"], "tokens/s",
-            "the bound with a free link", record["tokens_per_second"] / record["bound"])
+            "the bound", record["tokens_per_second"] / record["bound"])
         for record in records
     ]  # fmt: skip
 

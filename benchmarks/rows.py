@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -87,6 +88,14 @@ def write(rows: list[Row], output: str) -> None:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(Row._fields)
         writer.writerows(rows)
+
+
+def save(rows: list[Row], path: Path) -> None:
+    """Write ``rows`` to ``path`` with .json and with .md in the place of its suffix, the machine above them."""
+    document = {"machine": machine_line(), "rows": [row._asdict() for row in rows]}
+    path.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    with path.with_suffix(".md").open("w") as file, redirect_stdout(file):
+        write(rows, "md")
 
 
 def _write_table(rows: list[Row]) -> None:

@@ -273,6 +273,24 @@ def stats(
     print_table(frame, output)
 
 
+@app.command(epilog="Example: dinfer archive out/trace -o out/trace.zarr.zip")
+def archive(
+    source: Annotated[Path, typer.Argument(help="trace directory to pack, or .zarr.zip file to unpack")],
+    out: Annotated[Path, typer.Option("-o", "--output", help="new .zarr.zip file, or new trace directory")],
+) -> None:
+    """Pack a trace into one compressed file, or unpack one."""
+    from dinfer.archive import pack, unpack
+    from dinfer.trace import Trace, refuse_existing
+
+    if source.is_dir():
+        pack(Trace.load(source), out)
+        _note(f"archive in {out}, {out.stat().st_size:,} bytes")
+    else:
+        refuse_existing(out)
+        unpack(source).save(out)
+        _note(f"trace in {out}")
+
+
 @app.command(epilog="Example: dinfer plan out/trace --machine pc-high --vram 50% --cache static -o out/plan.json")
 def plan(
     trace: TraceArgument,
@@ -293,6 +311,7 @@ def plan(
     issue: Annotated[
         str | None, typer.Option(help="how a prefetch moves: copy, block or gather; the default is what runs here")
     ] = None,
+    group: Annotated[int, typer.Option(help="neurons that one copy moves, 1 to 64, where issue is copy")] = 1,
     dtype: Annotated[str | None, typer.Option(help="of the weights; default: the trace's", show_default=False)] = None,
     sequences: Sequences = None,
     force: Force = False,
@@ -313,7 +332,7 @@ def plan(
     made = make_plan(
         used, where, parse_budget(vram, spec, where, context, batch), context=context, batch=batch, solver=solver,
         cache=cache, lookahead=lookahead, window=window, activation=activation, prediction=prediction, issue=issue,
-        spec=spec, predictor=_predictor(predictor),
+        group=group, spec=spec, predictor=_predictor(predictor),
     )  # fmt: skip
     made.save(out)
     print_table(memory_table(made.memory), title=f"GPU memory of {made.spec.name} on {made.machine.name}")

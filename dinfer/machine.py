@@ -196,7 +196,7 @@ class LayerCosts(NamedTuple):
     ``attention_seconds`` grows by ``attention_token_seconds`` for each token of context. A side's FFN over
     ``examined`` neurons of which ``active`` are active takes ``fixed + examined * gate + active * neuron``.
     ``gpu_dram_bytes`` is what the GPU's part reads through the host's DRAM for each neuron: 0 but for an emulated GPU.
-    A prefetch of ``n`` neurons takes ``prefetch_fixed_seconds + n * prefetch_neuron_seconds``.
+    A prefetch of ``n`` neurons takes ``fixed + ceil(n / group) * copy + n * neuron``: a copy moves ``group`` of them.
     """
 
     attention_seconds: float
@@ -208,6 +208,8 @@ class LayerCosts(NamedTuple):
     cpu_gate_seconds: float
     cpu_neuron_seconds: float
     prefetch_fixed_seconds: float
+    prefetch_group: float
+    prefetch_copy_seconds: float
     prefetch_neuron_seconds: float
     state_down_seconds: float
     state_up_seconds: float
@@ -240,9 +242,23 @@ class LayerCosts(NamedTuple):
                 changed[name] = value * scale
         return self._replace(**changed)
 
+    def prefetch_seconds(self, neurons: int) -> float:
+        """Seconds that the link takes for a prefetch of ``neurons``, the DRAM to itself."""
+        copies = -(-neurons // max(int(self.prefetch_group), 1))
+        each = copies * self.prefetch_copy_seconds + neurons * self.prefetch_neuron_seconds
+        return self.prefetch_fixed_seconds + each
+
+    @property
+    def link_neuron_seconds(self) -> float:
+        """Seconds of the link for each neuron of full copies."""
+        return self.prefetch_neuron_seconds + self.prefetch_copy_seconds / max(self.prefetch_group, 1.0)
+
 
 ISSUES = ("copy", "block", "gather")
-"""How a prefetch moves scattered neurons: one copy each, one copy of a staged block, a kernel that reads them."""
+"""How a prefetch moves scattered neurons: in copies, one copy of a staged block, a kernel that reads them."""
+
+GROUPS = range(1, 65)
+"""Neurons that one of several copies may move."""
 
 
 def layer_costs(
@@ -252,18 +268,24 @@ def layer_costs(
     issue: str = "gather",
     predictor_rank: int = 0,
     batch: int = 1,
+    group: int = 1,
 ) -> LayerCosts:
     """The costs of ``spec`` on ``machine``.
 
     With ``exact`` activation every neuron of a side is examined (``spec.examined_share`` of its bytes) and the
     active ones read the rest; with ``predicted`` the predicted neurons read both parts, the others nothing.
-    ``issue`` is one of ISSUES: with ``copy`` each neuron pays the link's fixed seconds, else each prefetch once.
-    ``batch`` sequences decoded together read each weight once, and do the flops and move the states of each.
+    ``issue`` is one of ISSUES: with ``copy`` each ``group`` of neurons pays the link's fixed seconds, else each
+    prefetch once. ``batch`` sequences decoded together read each weight once, and do the flops and
+    move the states of each. Raises InputError for what is not known, and for a group of what moves in one go.
     """
     if activation not in ("exact", "predicted"):
         raise InputError(f"activation {activation!r} is not one of exact, predicted")
     if issue not in ISSUES:
         raise InputError(f"issue {issue!r} is not one of {', '.join(ISSUES)}")
+    if group not in GROUPS:
+        raise InputError(f"group is {group!r} neurons; it must be between 1 and {GROUPS[-1]}")
+    if group > 1 and issue != "copy":
+        raise InputError(f"group is {group} with issue {issue}, which moves all at once; leave it 1 or plan with copy")
     gpu, cpu = machine.gpu, machine.cpu
     row_bytes = spec.neuron_bytes
     gate_bytes = row_bytes * spec.examined_share
@@ -288,7 +310,9 @@ def layer_costs(
         cpu_gate_seconds=gate_bytes * rate(cpu.gate) if exact else 0.0,
         cpu_neuron_seconds=rest_bytes * rate(cpu.neuron) + (0.0 if exact else gate_bytes * rate(cpu.gate)),
         prefetch_fixed_seconds=0.0 if issue == "copy" else machine.h2d.fixed_seconds,
-        prefetch_neuron_seconds=machine.h2d.seconds(1 if issue == "copy" else 0, row_bytes),
+        prefetch_group=group,
+        prefetch_copy_seconds=machine.h2d.fixed_seconds if issue == "copy" else 0.0,
+        prefetch_neuron_seconds=machine.h2d.seconds(0, row_bytes),
         state_down_seconds=machine.d2h.seconds(1, state_bytes),
         state_up_seconds=machine.h2d.seconds(0 if issue == "gather" else 1, state_bytes),
         merge_seconds=gpu.merge.seconds(state_bytes),

@@ -40,9 +40,10 @@ class Plan:
     gates and loses nothing, ``predicted`` computes the predicted set only. ``prediction``: ``previous`` is the layer's
     active set of the token before, ``oracle`` the trace's own (simulation and replay only), ``trained`` what a
     predictor computes from the residual ``lookahead`` layers before; ``predictor`` then names it (``Predictors.tag``)
-    and is empty otherwise. ``issue``: how a prefetch moves (machine.ISSUES). ``vram_bytes`` is the whole GPU budget,
-    ``memory`` its breakdown in bytes by term, ``context`` the tokens that the KV cache holds of each of ``batch``
-    sequences decoded together. ``thresholds`` [layer]: values of magnitude kinds at most this large are inactive (0:
+    and is empty otherwise. ``issue``: how a prefetch moves (machine.ISSUES); with ``copy``, one copy takes ``group``
+    neurons. ``vram_bytes`` is the whole GPU budget, ``memory`` its breakdown in bytes by term, ``context`` the tokens
+    that the KV cache holds of each of ``batch`` sequences decoded together. ``thresholds`` [layer]: values of magnitude
+    kinds at most this large are inactive (0:
     none). ``frequency`` float32 [layer, neuron] is the offline history that caches start from. ``weights`` is the
     checkpoint's fingerprint, empty for a plan that is not bound to weights.
     """
@@ -58,6 +59,7 @@ class Plan:
     prediction: str = "previous"
     predictor: Mapping[str, Any] = field(default_factory=dict)
     issue: str = "gather"
+    group: int = 1
     vram_bytes: int = 0
     context: int = 512
     batch: int = 1
@@ -76,6 +78,9 @@ class Plan:
         _one_of("activation", self.activation, ACTIVATION_MODES)
         _one_of("prediction", self.prediction, PREDICTIONS)
         _one_of("issue", self.issue, ISSUES)
+        if isinstance(self.group, bool) or not isinstance(self.group, int):
+            raise InputError(f"group is {self.group!r}; it must be a whole number of neurons")
+        layer_costs(self.spec, self.machine, self.activation, self.issue, group=self.group)  # refuses what does not fit
         self._check_predictor()
         if not 0 <= self.lookahead < self.spec.layers:
             raise InputError(f"lookahead is {self.lookahead}; it must be between 0 and {self.spec.layers - 1} layers")
@@ -121,7 +126,7 @@ class Plan:
     def costs(self) -> LayerCosts:
         """The believed costs: of this model on this plan's machine."""
         rank = self.predictor.get("rank", 0)
-        return layer_costs(self.spec, self.machine, self.activation, self.issue, rank, self.batch)
+        return layer_costs(self.spec, self.machine, self.activation, self.issue, rank, self.batch, self.group)
 
     @property
     def beliefs(self) -> "Beliefs":
@@ -178,6 +183,7 @@ class Plan:
             "prediction": self.prediction,
             "predictor": dict(self.predictor),
             "issue": self.issue,
+            "group": self.group,
             "vram": exact_bytes(self.vram_bytes),
             "context": self.context,
             "batch": self.batch,
@@ -235,7 +241,8 @@ class Plan:
 
 
 _PLAIN_FIELDS = (
-    "cache lookahead window activation prediction predictor issue context batch memory solver trace weights".split()
+    *"cache lookahead window activation prediction predictor issue group context batch memory".split(),
+    *"solver trace weights".split(),
 )
 
 

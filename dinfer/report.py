@@ -219,11 +219,12 @@ def plan_lines(plan: Plan) -> list[str]:
     """How the neurons are placed, by which rules they move, and how good the placement is known to be."""
     slots, spec = slots_summary(plan), plan.spec
     window = "sized from the time left" if plan.window is None else f"{plan.window} neurons"
+    issue = f"copy of {plan.group}" if plan.issue == "copy" else plan.issue
     lines = [
         f"slots: {slots['slots']:,} of {spec.layers * spec.neurons:,} neurons ({slots['slots_share']:.1%}), "
         f"{slots['least']} to {slots['most']} of {slots['neurons']} in a layer",
         f"rules: cache {plan.cache['name']}, lookahead {plan.lookahead}, window {window}, activation "
-        f"{plan.activation}, prediction {plan.prediction}, issue {plan.issue}",
+        f"{plan.activation}, prediction {plan.prediction}, issue {issue}",
     ]
     if plan.predictor:
         lines.append(

@@ -94,19 +94,20 @@ def dynamicinfer(
     trace: Trace, machine: Machine, vram_bytes: int, *, context: int = 512,
     frequency: np.ndarray | None = None, predictor: Predictor | None = None,
     micro: bool = True, macro: bool = True, threshold: bool = True,
-    lookahead: int = 1, issue: str = "copy", **_: Any,
+    lookahead: int = 1, issue: str = "copy", group: int = 1, **_: Any,
 ) -> Run:  # fmt: skip
     """DynamicInfer: prefetches by v = a + lambda f, a copy a neuron, a layer ahead; balances thresholds.
 
-    ``micro`` moves neurons at all, ``macro`` keeps the most frequent residents, ``threshold`` balances: the
-    ablation adds them in this order. Copies of single neurons let the CPU's partial sum pass between them: it
-    is on another stream. Raises InputError for macro without micro, which would keep what never leaves.
+    ``group`` is how many neurons one copy moves. ``micro`` moves neurons at all, ``macro`` keeps the most frequent
+    residents, ``threshold`` balances: the ablation adds them in this order. Copies of single neurons let the CPU's
+    partial sum pass between them: it is on another stream. Raises InputError for macro without micro, which would keep
+    what never leaves.
     """
     if macro and not micro:
         raise InputError("dynamicinfer: macro keeps what micro would move; it needs micro")
     predictor = predictor or perfect(trace)
     cache = {"name": "hot_predicted"} | ({} if macro else {"pinned": 0.0}) if micro else {"name": "static"}
-    plan = neuron_plan(trace, machine, vram_bytes, context, frequency, predictor, cache, lookahead, issue)
+    plan = neuron_plan(trace, machine, vram_bytes, context, frequency, predictor, cache, lookahead, issue, group)
     used = predictor if threshold else fixed(predictor)
     return labelled(simulate(plan, trace, predictor=used, asynchronous=True), "dynamicinfer", plan.memory)
 
@@ -158,14 +159,14 @@ def fixed(predictor: Predictor) -> Predictor:
 
 def neuron_plan(
     trace: Trace, machine: Machine, vram_bytes: int, context: int, frequency: np.ndarray | None,
-    predictor: Predictor, cache: dict[str, Any], lookahead: int = 1, issue: str = "gather",
+    predictor: Predictor, cache: dict[str, Any], lookahead: int = 1, issue: str = "gather", group: int = 1,
 ) -> Plan:  # fmt: skip
     """The plan of a neuron-level system: greedy over all layers, the predictor's bytes counted."""
     cache = dict(cache)
     return make_plan(
         trace, machine, vram_bytes, context=context, cache=cache.pop("name"), cache_parameters=cache,
         lookahead=min(lookahead, trace.spec.layers - 1), activation="predicted", prediction="oracle",
-        issue=issue, frequency=frequency, predictor_bytes=predictor_bytes(trace.spec, predictor.rank),
+        issue=issue, group=group, frequency=frequency, predictor_bytes=predictor_bytes(trace.spec, predictor.rank),
     )  # fmt: skip
 
 

@@ -4,10 +4,18 @@ import math
 
 import numpy as np
 
-from dinfer.policies.protocol import FREE
+from dinfer import bits
+from dinfer.policies import words
+from dinfer.policies.protocol import FREE, Decision
 
 MASK = 2**64 - 1
 NEVER = 10**6
+
+
+def exchange(resident: np.ndarray, moved: Decision) -> None:
+    """Make the decision ``moved`` come true in the set ``resident`` [words]."""
+    neurons = 64 * len(resident)
+    words.swap(resident, *(bits.from_ids(moved_ids, neurons) for moved_ids in moved))
 
 
 def best(pool: set[int], k: int, value) -> list[int]:
@@ -134,7 +142,7 @@ class NaiveTimeSaved:
         """Copies that are hidden with and without a part of the CPU, and seconds that each costs."""
         costs, lag = self.beliefs.costs, self.beliefs.lag
         idle, alone, merge, slowed = self.parameters[[9, 10, 11, 14]]
-        link = costs.prefetch_neuron_seconds
+        link = costs.link_neuron_seconds
         if not self.hidden:
             return window, 0, link
         saved = max(costs.cpu_neuron_seconds, 1e-15)

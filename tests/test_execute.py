@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -244,12 +245,26 @@ def test_a_batched_replay_decides_as_the_simulator_does(tiny_models, short_trace
         assert np.array_equal(executed.work, simulated.work)
 
 
-@pytest.mark.parametrize("issue", ["copy", "block", "gather"])
+@pytest.mark.parametrize(("issue", "group"), [("copy", 1), ("copy", 4), ("block", 1), ("gather", 1)])
 @pytest.mark.parametrize("window", [0, 3, None])
-def test_parity_holds_for_each_issue_and_window(tiny_models, relu_trace, issue, window):
-    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"}, issue=issue, window=window)
+def test_parity_holds_for_each_issue_and_window(tiny_models, relu_trace, issue, group, window):
+    plan = make_plan(
+        tiny_models["llama-relu"], 60, cache={"name": "lru"}, issue=issue, group=group, window=window
+    )
     executed = execute(plan, tiny_models["llama-relu"], replay=relu_trace, device="cpu")
     assert executed.same_decisions(simulate(plan, relu_trace))
+
+
+@pytest.mark.parametrize(("group", "copies"), [(0, 1), (1, 4), (3, 2), (64, 1)])
+def test_an_emulated_link_pays_for_each_copy_of_a_group(group, copies):
+    host, slots, spans = torch.rand(1, 8, 3, 4), torch.zeros(4, 3, 4), []
+    link = EmulatedLink(
+        SimpleNamespace(host=host, slots=[slots]), Link("slow", 1e-3, 1e6), group, lambda *span: spans.append(span)
+    )
+    link.wait(link.prefetch(0, np.arange(2, 6, dtype=np.int32), np.arange(4, dtype=np.int32)))
+    link.close()
+    assert torch.equal(slots, host[0, 2:6])
+    assert link.free_seconds - spans[0][3] == pytest.approx(link.link.seconds(copies, 4 * 48))
 
 
 def test_predicted_activation_computes_the_predicted_set_only(tiny_models, relu_trace):

@@ -370,8 +370,22 @@ def test_layer_costs_of_the_link_in_closed_form() -> None:
 )
 def test_only_single_copies_pay_the_link_for_each_neuron(issue: str, seconds: float) -> None:
     costs = layer_costs(MODELS["relullama-7b"], Machine.from_dict(SIMPLE), issue=issue)
-    total = costs.prefetch_fixed_seconds + 24 * costs.prefetch_neuron_seconds
-    assert total == pytest.approx(seconds)
+    assert costs.prefetch_seconds(24) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("link", "group", "rate"),
+    [("pc-low", 1, 3.3e9), ("pc-low", 24, 10.8e9), ("pc-high", 1, 5.8e9), ("pc-high", 24, 22.3e9)],
+)
+def test_copies_of_24_kb_reach_the_published_rates(link: str, group: int, rate: float) -> None:
+    """PCIe 3 and 4 with single copies of 24 KB and with groups of 24 of them."""
+    spec = MODELS["relullama-7b"]
+    costs = layer_costs(spec, load_machine(link), issue="copy", group=group)
+    link_of = load_machine(link).h2d
+    seconds = group * 24_576 / link_of.bytes_per_second + link_of.fixed_seconds
+    assert group * 24_576 / seconds == pytest.approx(rate, rel=0.01)
+    assert costs.prefetch_seconds(group) == pytest.approx(link_of.seconds(1, group * spec.neuron_bytes))
+    assert costs.prefetch_seconds(group + 1) == pytest.approx(link_of.seconds(2, (group + 1) * spec.neuron_bytes))
 
 
 @pytest.mark.parametrize(
@@ -395,6 +409,11 @@ def test_a_slow_processor_is_bound_by_its_flops(dtype: str, flops_per_byte: floa
     [
         ({"activation": "guessed"}, "activation 'guessed' is not one of exact, predicted"),
         ({"issue": "pigeon"}, "issue 'pigeon' is not one of copy, block, gather"),
+        ({"issue": "copy", "group": 65}, "group is 65 neurons; it must be between 1 and 64"),
+        (
+            {"issue": "block", "group": 24},
+            "group is 24 with issue block, which moves all at once; leave it 1 or plan with copy",
+        ),
     ],
 )
 def test_an_unknown_choice_is_refused(choice: dict[str, str], message: str) -> None:

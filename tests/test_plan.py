@@ -172,6 +172,7 @@ TEXT = """\
  "prediction": "previous",
  "predictor": {},
  "issue": "gather",
+ "group": 1,
  "vram": "4KiB",
  "context": 512,
  "batch": 1,
@@ -246,13 +247,13 @@ def test_saving_again_replaces_and_leaves_nothing_else(saved):
     lookahead=st.integers(0, 1),
     window=st.one_of(st.none(), st.integers(0, 4)),
     activation=st.sampled_from(["exact", "predicted"]),
-    issue=st.sampled_from(["copy", "block", "gather"]),
+    moved=st.sampled_from([("copy", 1), ("copy", 24), ("block", 1), ("gather", 1)]),
     levels=st.lists(st.floats(0, 1, width=32), min_size=8, max_size=8),
     cache=st.sampled_from([{"name": "lru"}, {"name": "hot_predicted", "lam": 0.7}]),
     note=st.text(max_size=8),
 )
 def test_any_plan_comes_back_equal(
-    tmp_path_factory, vram, lookahead, window, activation, issue, levels, cache, note
+    tmp_path_factory, vram, lookahead, window, activation, moved, levels, cache, note
 ):
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     plan = replace(
@@ -263,7 +264,8 @@ def test_any_plan_comes_back_equal(
         lookahead=lookahead,
         window=window,
         activation=activation,
-        issue=issue,
+        issue=moved[0],
+        group=moved[1],
         cache=cache,
     )
     plan.save(path)
@@ -405,6 +407,9 @@ def test_an_edited_field_is_found(saved, name, value):
         ("activation", "guess", "activation 'guess' is not one of exact, predicted"),
         ("prediction", "crystal", "prediction 'crystal' is not one of oracle, previous, trained"),
         ("issue", "mail", "issue 'mail' is not one of copy, block, gather"),
+        ("group", 24, "group is 24 with issue gather, which moves all at once; leave it 1 or plan with copy"),
+        ("group", 0, "group is 0 neurons; it must be between 1 and 64"),
+        ("group", 1.5, "group is 1.5; it must be a whole number of neurons"),
         ("thresholds", [0.5], "thresholds has 1 values for 2 layers"),
         (
             "thresholds",

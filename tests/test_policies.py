@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from policy_rules import exchange, gainful
 
 from dinfer import bits
 from dinfer.errors import InputError
@@ -63,7 +64,7 @@ class Case:
                 cache, cache.parameters(), state, resident, packed[t], window, future
             )
             yield resident.copy(), self.active[t], window, moved, state
-            words.swap(resident, moved.fetch, moved.evict, len(moved.fetch))
+            exchange(resident, moved)
         yield resident, set(), 0, None, state
 
     def counts(self, cache, windows=None) -> tuple[int, int]:
@@ -457,6 +458,18 @@ def test_without_lookahead_only_the_balance_is_left():
     assert window(0, prefetch_neuron_seconds=0.3, gpu_fixed_seconds=1.2) == 0
 
 
+@given(st.integers(1, 64), st.floats(0.001, 1.0), st.floats(0.001, 1.0), st.floats(0.0, 200.0))
+@settings(deadline=None)
+def test_the_window_is_the_most_that_its_copies_let_through(group, copy, each, left):
+    """ceil(n / group) copies and n neurons take no longer than what hides them, and one more would."""
+    costs = NO_COSTS._replace(
+        attention_seconds=left, prefetch_copy_seconds=copy, prefetch_group=float(group), prefetch_neuron_seconds=each
+    )
+    n = window_neurons(costs, 1, 100, 100_000, 10, 20)
+    assert costs.prefetch_seconds(n) <= left * (1 + 1e-12) or n == 0
+    assert costs.prefetch_seconds(n + 1) >= left * (1 - 1e-12) or n == 100_000
+
+
 def test_the_window_is_between_nothing_and_all():
     assert window(prefetch_fixed_seconds=1.0, prefetch_neuron_seconds=1.0) == 0
     assert window(attention_seconds=1.0) == 1000  # an infinite link
@@ -473,13 +486,13 @@ def test_the_sized_window_counts_the_sets():
 
 
 PLANES = 5
-word_lists = st.lists(st.integers(0, FULL), min_size=1, max_size=4)
+word_lists = st.lists(st.integers(0, FULL), min_size=1, max_size=18)
 
 
 @st.composite
 def valued(draw) -> tuple[np.ndarray, list[int], np.ndarray]:
     """Bit planes, the values they spell, and a set."""
-    n = draw(st.integers(1, 3))
+    n = draw(st.sampled_from([1, 2, 3, 8, 9, 19]))
     word = st.integers(0, FULL) | st.sampled_from([0, 1, FULL, 1 << 63])
     rows = draw(st.lists(st.lists(word, min_size=n, max_size=n), min_size=PLANES, max_size=PLANES))
     planes = np.array(rows, np.uint64)
@@ -527,15 +540,40 @@ def test_values_are_raised_and_halved(drawn):
     assert values_of(halved) == [v // 2 for v in values]
 
 
-@given(valued(), st.integers(0, 2**PLANES - 1))
+@given(valued(), st.integers(0, 127), st.integers(0, 255), st.sampled_from([7, 8]))
 @settings(deadline=None)
-def test_a_constant_is_added_and_saturates(drawn, constant):
-    planes, values, packed = drawn
-    members = as_set(packed)
-    words.add_constant(planes, PLANES, constant, packed, np.full_like(packed, 7))
-    assert values_of(planes) == [
-        min(v + constant * (i in members), 31) for i, v in enumerate(values)
+def test_constants_are_added_and_saturate(drawn, first, second, bits_of_values):
+    planes, _, packed = drawn
+    counters, others, most = np.vstack([planes, planes[:1]]), planes[1], 2**bits_of_values - 1
+    sums = np.full((bits_of_values, len(packed)), 7, np.uint64)
+    words.weigh(counters, first, packed, min(second, most), others, sums, bits_of_values)
+    members, more = as_set(packed), as_set(others)
+    assert values_of(sums) == [
+        min(v + first * (i in members) + min(second, most) * (i in more), most)
+        for i, v in enumerate(values_of(counters))
     ]
+
+
+@given(valued(), st.integers(0, 300))
+@settings(deadline=None)
+def test_gainful_swaps_are_counted_up_to_what_is_asked_for(drawn, most):
+    planes, values, packed = drawn
+    inside = as_set(packed)
+    outside = set(range(64 * len(packed))) - inside
+    expected = gainful([values[i] for i in outside], [values[i] for i in inside])
+    assert words.count_gainful(planes, PLANES, most, ~packed, packed.copy()) == min(expected, most)
+
+
+@given(valued(), st.integers(0, 300))
+@settings(deadline=None)
+def test_members_above_all_others_are_counted(drawn, most):
+    planes, values, packed = drawn
+    others = planes[0].copy()
+    assume(packed.any())
+    highest = max(values[i] for i in as_set(packed))
+    expected = sum(values[i] > highest for i in as_set(others))
+    found = words.count_above(planes, PLANES, most, packed.copy(), others)
+    assert min(found, most) == min(expected, most)
 
 
 @given(word_lists)
@@ -544,8 +582,9 @@ def test_sets_are_counted_and_written(drawn):
     packed, other = np.array(drawn, np.uint64), np.array(drawn[::-1], np.uint64)
     members = as_set(packed)
     out = np.full(64 * len(packed), -1, np.int32)
-    n = words.write_ids(packed, out)
-    assert out[:n].tolist() == sorted(members)
+    words.write_ids(packed, len(members), out)
+    assert out[: len(members)].tolist() == sorted(members)
+    assert words.ids(packed, len(members)).tolist() == sorted(members)
     others = as_set(other)
     assert words.count(packed) == len(members)
     assert words.count_split(packed, other) == (len(members & others), len(members - others))
@@ -561,7 +600,7 @@ def test_swapping_is_set_algebra(drawn, random):
     n = random.randint(0, min(len(members), 64 * len(packed) - len(members)))
     fetch = random.sample(sorted(set(range(64 * len(packed))) - members), n)
     evict = random.sample(sorted(members), n)
-    words.swap(packed, np.array(fetch + [0], np.int32), np.array(evict + [0], np.int32), n)
+    words.swap(packed, *(bits.from_ids(np.array(s, int), 64 * len(packed)) for s in (fetch, evict)))
     assert as_set(packed) == members - set(evict) | set(fetch)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_rules import RULES, NaiveTimeSaved
+from policy_rules import RULES, NaiveTimeSaved, exchange
 from test_policies import Case, as_set, as_words, cases, free, reachable
 
 from dinfer.errors import InputError
@@ -17,7 +17,7 @@ from dinfer.machine import LayerCosts, load_machine
 from dinfer.model import catalogue_models
 from dinfer.placement import Placement
 from dinfer.plan import Plan
-from dinfer.policies import CACHES, words
+from dinfer.policies import CACHES
 from dinfer.policies.protocol import FREE, Beliefs, decide
 from dinfer.policies.random import Random
 from dinfer.policies.s3fifo import S3Fifo
@@ -27,7 +27,7 @@ from dinfer.sim import simulate
 from dinfer.solve import budget_for_share, make_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from policies import clairvoyant_bound
+from bounds import clairvoyant_bound, gaps_between_uses, most_hits, speed_bound
 
 # each step against its rule
 
@@ -112,7 +112,7 @@ def test_time_saved_is_its_rule_at_any_cost(data, case):
         moved, state = decide(cache, cache.parameters(believed), state, resident, packed, window)
         expected = naive.step(as_set(resident), active, window, [])
         assert (moved.fetch.tolist(), moved.evict.tolist()) == expected
-        words.swap(resident, moved.fetch, moved.evict, len(moved.fetch))
+        exchange(resident, moved)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +219,30 @@ def test_no_policy_exceeds_the_bound(case):
 
 @given(cases(most=12))
 @settings(max_examples=60, deadline=None)
+def test_each_hit_was_fetched_or_kept_since_the_use_before(case):
+    packed = np.array([[i in a for i in range(case.neurons)] for a in case.active])
+    resident = np.array([i in case.resident for i in range(case.neurons)])
+    gaps = gaps_between_uses(packed, resident)
+    most = sum(min(len(a), len(case.resident)) for a in case.active)
+    for name, cache in CACHES.items():
+        hits, fetched = case.counts(cache())
+        assert hits <= most_hits(gaps, len(case.resident) * len(case.active), fetched, most), name
+
+
+def test_gaps_are_counted():
+    packed = np.array([[1, 0, 0], [0, 0, 1], [1, 0, 1]], bool)
+    # neuron 0 was used just before the first token, then there and two tokens later; 2 at the second and the third
+    assert gaps_between_uses(packed, np.array([True, True, False])).tolist() == [0, 2, 1, 0]
+    assert gaps_between_uses(packed, np.array([False, True, True])).tolist() == [0, 1, 2, 0]
+    # with 4 slot-tokens the two gaps of 1 fit, the one of 2 too; 3 leave no room for it, less so with a fetch
+    gaps = np.array([0, 2, 1, 0])
+    assert [most_hits(gaps, room, 0, 9) for room in (4, 3, 1)] == [3, 2, 1]
+    assert most_hits(gaps, 4, 1, 9) == 3
+    assert most_hits(gaps, 4, 0, 2) == 2
+
+
+@given(cases(most=12))
+@settings(max_examples=60, deadline=None)
 def test_belady_hits_no_less_than_any_policy_when_the_window_does_not_bind(case):
     for slots in {1, case.neurons // 3, case.neurons // 2, case.neurons - 1}:
         case.resident = set(range(slots))
@@ -260,6 +284,18 @@ def plan_for(trace, statistics, machine, share=0.3, **options) -> Plan:
 
 def seconds_of(plan: Plan, trace, cache: str, machine=None) -> float:
     return simulate(replace(plan, cache={"name": cache}), trace, machine, spans=False).timeline.seconds
+
+
+@pytest.mark.parametrize("machine", ["pc-low", "pc-high"])
+@pytest.mark.parametrize(("prediction", "activation"), [("previous", "exact"), ("oracle", "predicted")])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
+def test_no_policy_is_faster_than_the_bound(machine, prediction, activation, share):
+    trace = synth(SPEC, SKEWED, 24)
+    plan = plan_for(trace, SKEWED, load_machine(machine), share, prediction=prediction, activation=activation)
+    for window in (None, 100):
+        most = 24 / speed_bound(replace(plan, window=window), trace)
+        for name in CACHES:
+            assert seconds_of(replace(plan, window=window), trace, name) >= most * (1 - 1e-9), (name, window)
 
 
 def slow_link(name: str = "pc-low", bytes_per_second: float = 1e9, schedule_seconds: float = 1e-6):

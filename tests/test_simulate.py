@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_rules import exchange
 
 from dinfer import bits
 from dinfer.errors import InputError
@@ -17,7 +18,6 @@ from dinfer.placement import Placement
 from dinfer.plan import Plan
 from dinfer.policies import CACHES
 from dinfer.policies.protocol import NO_FUTURE, decide
-from dinfer.policies.words import swap
 from dinfer.sim import simulate
 from dinfer.sim.engine import Load
 from dinfer.timeline import STEPS, STREAMS
@@ -283,10 +283,13 @@ def test_a_window_of_nothing_is_static_but_for_the_steps():
     np.testing.assert_equal(held.work, still.work)
 
 
-@pytest.mark.parametrize(("issue", "copies"), [("copy", 2), ("block", 1), ("gather", 1)])
-def test_a_copy_a_neuron_pays_the_fixed_part_for_each(issue, copies):
+@pytest.mark.parametrize(
+    ("issue", "group", "copies"), [("copy", 1, 2), ("copy", 2, 1), ("copy", 64, 1), ("block", 1, 1), ("gather", 1, 1)]
+)
+def test_each_copy_pays_the_fixed_part(issue, group, copies):
     box = machine(attention=1, copy=0.125, link=0.5)
-    assert seconds(mover(1, box, issue=issue), swapping(1, 3)) == 3 * (1 + copies * 0.125 + 2 * 0.5)
+    made = mover(1, box, issue=issue, group=group)
+    assert seconds(made, swapping(1, 3)) == 3 * (1 + copies * 0.125 + 2 * 0.5)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +417,7 @@ def test_the_replay_decides_as_the_policy_does_token_by_token(name, prediction, 
             moved, state[layer] = decide(
                 cache, parameters, state[layer], resident[layer], predicted, 5, future
             )
-            swap(resident[layer], moved.fetch, moved.evict, len(moved.fetch))
+            exchange(resident[layer], moved)
             fetch += moved.fetch.tolist()
             evict += moved.evict.tolist()
             hits = int(bits.count(active & resident[layer]))

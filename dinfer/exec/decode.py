@@ -22,7 +22,7 @@ from dinfer.machine import Factors, LayerCosts
 from dinfer.plan import Plan
 from dinfer.policies.protocol import NO_FUTURE
 from dinfer.policies.window import sized_window
-from dinfer.policies.words import add_members, count_members, swap
+from dinfer.policies.words import add_members, count_members, ids, swap
 from dinfer.trace import Trace
 
 
@@ -99,8 +99,7 @@ class Running:
         self.believe(self.plan.costs)
         self.value_thresholds = self.plan.value_thresholds
         self.predictions = np.zeros((spec.layers, spec.words), np.uint64)
-        room = 64 * spec.words
-        self.fetch, self.evict = np.empty(room, np.int32), np.empty(room, np.int32)
+        self.fetch, self.evict = np.zeros(spec.words, np.uint64), np.zeros(spec.words, np.uint64)
         self._compile()
 
     def believe(self, costs: LayerCosts) -> None:
@@ -112,8 +111,8 @@ class Running:
         """Call the small compiled functions once, on nothing, before the clock runs."""
         words = np.zeros(1, np.uint64)
         add_members(words, NO_IDS, np.zeros(0, np.float32))
-        count_members(words, NO_IDS)
-        swap(words, NO_IDS, NO_IDS, 0)
+        swap(words, words, words)
+        ids(words, 0)
         self.bank.swap(0, NO_IDS, NO_IDS)
 
     def close(self) -> None:
@@ -181,7 +180,8 @@ def schedule(run: Running, layer: int) -> None:
     n = run.policy.step(  # type: ignore[operator]
         run.parameters, run.state[layer], resident, predicted, future, window, run.fetch, run.evict
     )
-    swap(resident, run.fetch, run.evict, n)
+    if n:
+        swap(resident, run.fetch, run.evict)
     prefetch(run, token, layer, n)
     if run.plan.activation == "predicted":
         run.share[layer] = predicted_share(run, layer, predicted)
@@ -222,7 +222,7 @@ def predict(run: Running, token: int, layer: int) -> tuple[np.ndarray, np.ndarra
 
 def prefetch(run: Running, token: int, layer: int, n: int) -> None:
     """Start the host-to-device copy of the ``n`` neurons that the policy fetched."""
-    fetch, evict = run.fetch[:n].copy(), run.evict[:n].copy()
+    fetch, evict = ids(run.fetch, n), ids(run.evict, n)
     run.fetched[layer] = fetch
     if n:
         slots = run.bank.swap(layer, fetch, evict)

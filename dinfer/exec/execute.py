@@ -265,9 +265,9 @@ class Session:
         link: Transport
         if self.device.type == "cpu":
             rate = plan.machine.emulated_link or plan.machine.h2d
-            link = EmulatedLink(bank, rate, plan.issue == "copy", clock.record)
+            link = EmulatedLink(bank, rate, plan.group if plan.issue == "copy" else 0, clock.record)
         else:
-            link = CudaLink(bank, plan.issue, int(plan.placement.slots.max()), clock.measure)
+            link = CudaLink(bank, plan.issue, plan.group, int(plan.placement.slots.max()), clock.measure)
         kv, kernel = empty_kv(plan, self.device), device_ffn(self.device)
         graphs = None
         if graphed(plan, self.device):

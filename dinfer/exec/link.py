@@ -55,14 +55,14 @@ class Transport(Protocol):
 class EmulatedLink:
     """A link of a given rate to a torch CPU device: a thread copies, then sleeps until the link would be done.
 
-    In order; each copy starts when the one before has ended by the emulated clock, so that an overslept wake-up does
-    not slow the link down.
+    One copy moves ``group`` neurons, 0: all of a prefetch. In order; each copy starts when the one before has ended by
+    the emulated clock, so that an overslept wake-up does not slow the link down.
     """
 
     lazy = False
 
-    def __init__(self, bank: Bank, link: Link, per_neuron: bool, record: Record) -> None:
-        self.bank, self.link, self.per_neuron, self.record = bank, link, per_neuron, record
+    def __init__(self, bank: Bank, link: Link, group: int, record: Record) -> None:
+        self.bank, self.link, self.group, self.record = bank, link, group, record
         self.row_bytes = bank.host[0, 0].numel() * bank.host.element_size()
         self.jobs: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self.free_seconds = 0.0
@@ -124,7 +124,7 @@ class EmulatedLink:
             copy_rows(_words(self.bank.host[layer]), ids, _words(into), slots)
         if step == "prefetch":
             self.bank.move_biases(layer, *(torch.from_numpy(array).long() for array in (ids, slots)))
-        copies = len(ids) if self.per_neuron and len(ids) else 1
+        copies = -(-len(ids) // self.group) if self.group and len(ids) else 1
         self.free_seconds = start + self.link.seconds(copies, count_bytes)
         _sleep_until(self.free_seconds)
         if step:
@@ -135,20 +135,22 @@ class EmulatedLink:
 class CudaLink:
     """Copies from pinned memory on a stream of its own; an event for each prefetch. It never stops the GPU.
 
-    ``block`` stages the rows in pinned memory and moves them in one copy; ``copy`` moves each neuron by itself;
-    ``gather`` is one Triton kernel that reads the scattered rows across the link.
+    ``block`` stages the rows in pinned memory and moves them in one copy, ``copy`` in copies of ``group`` rows,
+    where one needs no staging; ``gather`` is one Triton kernel that reads the scattered rows across the link.
     """
 
     lazy = True
 
-    def __init__(self, bank: Bank, issue: str, largest: int, measure: Callable[..., None]) -> None:
+    def __init__(self, bank: Bank, issue: str, group: int, largest: int, measure: Callable[..., None]) -> None:
         self.bank, self.issue, self.measure = bank, issue, measure
+        self.group = largest if issue == "block" else group
+        self.staged = issue == "block" or issue == "copy" and group > 1
         self.row_bytes = bank.host[0, 0].numel() * bank.host.element_size()
         self.device = bank.slots[0].device
         self.stream = torch.cuda.Stream(self.device)
         self.asked: dict[int, tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = {}
         self.last = torch.cuda.Event()
-        if issue == "block":
+        if self.staged:
             shape = (max(largest, 1), *bank.host.shape[2:])
             self.staging = torch.empty(shape, dtype=bank.host.dtype, pin_memory=True)
             self.landing = torch.empty(shape, dtype=bank.host.dtype, device=self.device)
@@ -172,7 +174,7 @@ class CudaLink:
         if layer in self.asked:  # a token ago: the GPU has read the lists of then
             self.asked.pop(layer)[0].synchronize()
         which, where = (torch.from_numpy(array).long().pin_memory() for array in (ids, slots))
-        if self.issue == "block":
+        if self.staged:
             self.last.synchronize()  # the staging block must have left before it is written again
             copy_rows(_words(self.bank.host[layer]), ids, _words(self.staging), np.arange(len(ids), dtype=np.int32))
         begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -201,11 +203,13 @@ class CudaLink:
         host, slots, n = self.bank.host[layer], self.bank.slots[layer], len(which)
         if self.issue == "gather":
             self.copy_scattered(host, which, slots, where)
-        elif self.issue == "copy":
+        elif not self.staged:
             for neuron, slot in zip(which.tolist(), where.tolist(), strict=True):
                 slots[slot].copy_(host[neuron], non_blocking=True)
         else:
-            self.landing[:n].copy_(self.staging[:n], non_blocking=True)
+            for first in range(0, n, self.group):
+                part = slice(first, min(first + self.group, n))
+                self.landing[part].copy_(self.staging[part], non_blocking=True)
             slots.index_copy_(0, where.to(self.device, non_blocking=True), self.landing[:n])
         if self.bank.slot_bias is not None:
             self.bank.move_biases(layer, *(a.to(self.device, non_blocking=True) for a in (which, where)))

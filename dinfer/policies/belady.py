@@ -18,7 +18,7 @@ from dinfer.policies.words import (
     increment,
     plain,
     popcount,
-    write_ids,
+    scratch_sets,
 )
 
 WORTH_BITS = 12
@@ -121,26 +121,26 @@ def _choose_worst(worth, inside, n, future, pool, chosen):
 @plain
 def _swap_by_worth(resident, predicted, future, window, scratch, fetch, evict):
     # whatever enters, as long as its uses to come exceed those of what leaves
-    inside, outside, pool, worth = scratch[0], scratch[1], scratch[2], scratch[3:]
+    words, worth = resident.size, scratch[3:]
+    inside, outside, pool = scratch[0][:words], scratch[1][:words], scratch[2][:words]
     _fill_worth(predicted, future, _half_life(count(resident), window), worth)
     for i in range(resident.size):
         inside[i], outside[i] = resident[i], ~resident[i]
-    n = min(window, count_gainful(worth, WORTH_BITS, outside, inside))
+    n = count_gainful(worth, WORTH_BITS, window, outside, inside)
     if n <= 0:
         return np.int64(0)
     for i in range(resident.size):
         inside[i], outside[i] = resident[i], ~resident[i]
-    choose(worth, WORTH_BITS, n, True, outside, pool)
-    write_ids(pool, fetch)
-    _choose_worst(worth, inside, n, future, pool, outside)
-    write_ids(outside, evict)
+    choose(worth, WORTH_BITS, n, True, outside, fetch)
+    _choose_worst(worth, inside, n, future, pool, evict)
     return n
 
 
 @plain
 def _swap_by_next_use(resident, predicted, future, window, scratch, fetch, evict):
     # all that is missing, and ahead of its use what the next token would miss beyond its window
-    pool, coming, leaving = scratch[0], scratch[1], scratch[2]
+    words, coming = resident.size, fetch
+    pool, leaving = scratch[0][:words], scratch[1][:words]
     for i in range(resident.size):
         coming[i] = predicted[i] & ~resident[i]
         leaving[i] = resident[i] & ~predicted[i]
@@ -157,23 +157,21 @@ def _swap_by_next_use(resident, predicted, future, window, scratch, fetch, evict
             leaving[i] &= ~future[0, i]
         early = min(count(pool) - window, window - n, count(leaving) - n)
     if early > 0:
-        _soonest(pool, early, future[1:], scratch[3])
+        _soonest(pool, early, future[1:], evict)
         for i in range(resident.size):
-            coming[i] |= scratch[3, i]
+            coming[i] |= evict[i]
         n += early
     if n <= 0:
         return np.int64(0)
-    write_ids(coming, fetch)
     for i in range(resident.size):
         pool[i] = resident[i] & ~predicted[i]
-    _latest(pool, n, future, leaving)
-    write_ids(leaving, evict)
+    _latest(pool, n, future, evict)
     return n
 
 
 @njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, state, resident, predicted, future, window, fetch, evict):
-    scratch = np.empty((WORTH_BITS + 3, resident.size), np.uint64)
+    scratch = scratch_sets(WORTH_BITS + 3, resident.size)
     missing = np.uint64(0)
     for i in range(resident.size):
         missing += popcount(predicted[i] & ~resident[i])

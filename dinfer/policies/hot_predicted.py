@@ -10,9 +10,20 @@ from dinfer.errors import InputError
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 from dinfer.policies.protocol import FREE, STEP_SIGNATURE, Beliefs
-from dinfer.policies.words import add_constant, choose, count, count_gainful, halve, increment, planes_of, write_ids
+from dinfer.policies.words import (
+    COUNT_BITS,
+    choose,
+    count,
+    count_above,
+    count_gainful,
+    halve,
+    increment,
+    plain,
+    planes_of,
+    scratch_sets,
+    weigh,
+)
 
-COUNT_BITS = 6
 MOST = 2**COUNT_BITS - 1
 """Frequency counters saturate at 63."""
 
@@ -24,37 +35,44 @@ HALVE_EVERY = 32
 """Tokens between halvings: a neuron active with probability p holds a count between 32 p and 64 p."""
 
 
+@plain
+def _propose(values, bits, window, resident, stay, inside, outside, fetch, evict):
+    # micro level: swap while the importance that enters exceeds what leaves by more than the margin
+    for i in range(resident.size):
+        inside[i], outside[i] = resident[i] & ~stay[i], ~resident[i]
+    n = count_gainful(values, bits, window, outside, inside)
+    if n <= 0:
+        return np.int64(0)
+    for i in range(resident.size):
+        inside[i], outside[i] = resident[i] & ~stay[i], ~resident[i]
+    choose(values, bits, n, True, outside, fetch)
+    choose(values, bits, n, False, inside, evict)
+    return n
+
+
 @njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, state, resident, predicted, future, window, fetch, evict):
-    bonus, margin, pinned_share = np.int64(parameters[0]), np.int64(parameters[1]), parameters[2]
+    bonus, margin = np.int64(parameters[0]), np.int64(parameters[1])
     words = resident.size
-    scratch = np.empty((4 + VALUE_BITS, words), np.uint64)
-    stay, chosen, inside, outside, values = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4:]
+    scratch = scratch_sets(3 + VALUE_BITS, words)
+    stay, inside, outside, values = scratch[0][:words], scratch[1][:words], scratch[2][:words], scratch[3:]
     bits = VALUE_BITS
     if MOST + bonus < 2 ** (VALUE_BITS - 1) - 1:  # as with the default lambda
         bits -= 1
-    # macro level: the most frequent residents stay
+    weigh(state, bonus, predicted, margin, resident, values, bits)
     for i in range(words):
-        inside[i] = resident[i]
-    choose(state, COUNT_BITS, np.int64(pinned_share * count(resident)), True, inside, stay)
-    # micro level: swap while the importance that enters exceeds what leaves by more than the margin
-    for b in range(bits):
+        stay[i] = np.uint64(0)
+    n = _propose(values, bits, window, resident, stay, inside, outside, fetch, evict)
+    # macro level: the most frequent residents stay; mostly all that shall leave are rarer anyhow
+    pinned = np.int64(parameters[2] * count(resident))
+    if n > 0 and pinned > 0:
         for i in range(words):
-            values[b, i] = state[b, i] if b < COUNT_BITS else np.uint64(0)
-    add_constant(values, bits, bonus, predicted, chosen)
-    add_constant(values, bits, margin, resident, chosen)
-    for i in range(words):
-        inside[i] = resident[i] & ~stay[i]
-        outside[i] = ~resident[i]
-    n = min(window, count_gainful(values, bits, outside, inside))
-    if n > 0:
-        for i in range(words):
-            inside[i] = resident[i] & ~stay[i]
-            outside[i] = ~resident[i]
-        choose(values, bits, n, True, outside, chosen)
-        write_ids(chosen, fetch)
-        choose(values, bits, n, False, inside, chosen)
-        write_ids(chosen, evict)
+            inside[i], outside[i] = evict[i], resident[i]
+        if count_above(state, COUNT_BITS, pinned, inside, outside) < pinned:
+            for i in range(words):
+                inside[i] = resident[i]
+            choose(state, COUNT_BITS, pinned, True, inside, stay)
+            n = _propose(values, bits, window, resident, stay, inside, outside, fetch, evict)
     # history: count what was predicted, halve now and then
     increment(state, COUNT_BITS, predicted)
     clock = COUNT_BITS
@@ -62,7 +80,7 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     if state[clock, 0] == np.uint64(HALVE_EVERY):
         state[clock, 0] = np.uint64(0)
         halve(state, COUNT_BITS)
-    return max(n, 0)
+    return n
 
 
 @dataclass(frozen=True)

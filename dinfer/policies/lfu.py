@@ -9,10 +9,7 @@ from numba import njit
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 from dinfer.policies.protocol import FREE, STEP_SIGNATURE, Beliefs
-from dinfer.policies.words import choose, count, halve, increment, planes_of, write_ids
-
-COUNT_BITS = 6
-"""Counters saturate at 63."""
+from dinfer.policies.words import COUNT_BITS, choose, count, halve, increment, planes_of, scratch_sets
 
 HALVE_EVERY = 32
 """Tokens between halvings, so that what was hot grows cold; ours, as in hot_predicted."""
@@ -21,18 +18,17 @@ HALVE_EVERY = 32
 @njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     words = resident.size
-    pool, chosen = np.empty(words, np.uint64), np.empty(words, np.uint64)
+    scratch = scratch_sets(2, words)
+    pool, chosen = scratch[0][:words], scratch[1][:words]
     for i in range(words):
         pool[i] = predicted[i] & ~resident[i]
         chosen[i] = resident[i] & ~predicted[i]
     n = min(window, count(pool), count(chosen))
     if n > 0:
-        choose(state, COUNT_BITS, n, True, pool, chosen)
-        write_ids(chosen, fetch)
+        choose(state, COUNT_BITS, n, True, pool, fetch)
         for i in range(words):
             pool[i] = resident[i] & ~predicted[i]
-        choose(state, COUNT_BITS, n, False, pool, chosen)
-        write_ids(chosen, evict)
+        choose(state, COUNT_BITS, n, False, pool, evict)
     increment(state, COUNT_BITS, predicted)
     clock = COUNT_BITS
     state[clock, 0] += np.uint64(1)

@@ -9,37 +9,41 @@ from numba import njit
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 from dinfer.policies.protocol import FREE, STEP_SIGNATURE, Beliefs
-from dinfer.policies.words import choose, count, increment, planes_of, write_ids
+from dinfer.policies.words import choose, count, plain, planes_of, scratch_sets
 
 AGE_BITS = 8
 """Ages saturate at 255 tokens."""
 
 
+@plain
+def _grow_older(ages, predicted):
+    # all grow older by a token, up to 255, but for the predicted, who are as good as new
+    for i in range(predicted.size):
+        full = ~np.uint64(0)
+        for b in range(AGE_BITS):
+            full &= ages[b, i]
+        carry = ~full
+        for b in range(AGE_BITS):
+            overflow = ages[b, i] & carry
+            ages[b, i] = (ages[b, i] ^ carry) & ~predicted[i]
+            carry = overflow
+
+
 @njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, ages, resident, predicted, future, window, fetch, evict):
     words = resident.size
-    pool, chosen = np.empty(words, np.uint64), np.empty(words, np.uint64)
+    scratch = scratch_sets(2, words)
+    pool, chosen = scratch[0][:words], scratch[1][:words]
     for i in range(words):
         pool[i] = predicted[i] & ~resident[i]
-    missing = count(pool)
-    spare = 0
-    for i in range(words):
         chosen[i] = resident[i] & ~predicted[i]
-    spare = count(chosen)
-    n = min(window, missing, spare)
+    n = min(window, count(pool), count(chosen))
     if n > 0:
-        choose(ages, AGE_BITS, n, False, pool, chosen)
-        write_ids(chosen, fetch)
+        choose(ages, AGE_BITS, n, False, pool, fetch)
         for i in range(words):
             pool[i] = resident[i] & ~predicted[i]
-        choose(ages, AGE_BITS, n, True, pool, chosen)
-        write_ids(chosen, evict)
-    for i in range(words):
-        chosen[i] = ~predicted[i]
-    increment(ages, AGE_BITS, chosen)
-    for b in range(AGE_BITS):
-        for i in range(words):
-            ages[b, i] &= ~predicted[i]
+        choose(ages, AGE_BITS, n, True, pool, evict)
+    _grow_older(ages, predicted)
     return max(n, 0)
 
 

@@ -8,9 +8,9 @@ from numba import types
 from dinfer.machine import LayerCosts
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
+from dinfer.policies.words import ids
 
 _WORDS = types.uint64[::1]
-_IDS = types.int32[::1]
 STEP_SIGNATURE = types.int64(
     types.float64[::1],  # parameters
     types.uint64[:, ::1],  # state of one layer, changed in place
@@ -18,8 +18,8 @@ STEP_SIGNATURE = types.int64(
     _WORDS,  # predicted
     types.uint64[:, :],  # future: the active sets of the tokens after this one (empty unless clairvoyant)
     types.int64,  # window
-    _IDS,  # fetch, written
-    _IDS,  # evict, written
+    _WORDS,  # fetch, written
+    _WORDS,  # evict, written
 )
 STEP = types.FunctionType(STEP_SIGNATURE)
 
@@ -46,10 +46,10 @@ class Cache(Protocol):
     """A cache policy: what to fetch and evict in one layer before its FFN.
 
     ``init(spec, placement, frequency)`` gives the state uint64 [layer, rows, words] from the offline frequency
-    [layer, neuron]; ``parameters(beliefs)`` the float64 vector that the step reads. ``step`` is the compiled
-    function of STEP_SIGNATURE: it writes equal numbers of ids into ``fetch`` and ``evict``, at most ``window``, and
-    returns the number. ``moves`` is False for a policy that never fetches; ``clairvoyant`` is True for one that
-    reads the future.
+    [layer, neuron]; ``parameters(beliefs)`` the float64 vector that the step reads. ``step`` is the compiled function
+    of STEP_SIGNATURE: it writes sets of equally many neurons, at most ``window``, into ``fetch`` and ``evict``, and
+    returns how many; what they hold counts for nothing when that is 0. ``moves`` is False for a policy that never
+    fetches; ``clairvoyant`` is True for one that reads the future.
     """
 
     name: ClassVar[str]
@@ -71,6 +71,7 @@ class Decision(NamedTuple):
     evict: np.ndarray
 
 
+NO_IDS = np.zeros(0, np.int32)
 NO_FUTURE = np.zeros((0, 1), np.uint64)
 
 
@@ -88,7 +89,8 @@ def decide(
     ``state`` is [rows, words], ``resident`` and ``predicted`` [words], ``future`` [tokens, words]; none is changed.
     """
     after = state.copy()
-    fetch = np.empty(64 * len(resident), np.int32)
-    evict = np.empty_like(fetch)
+    fetch, evict = np.zeros_like(resident), np.zeros_like(resident)
     n = cache.step(parameters, after, resident, predicted, future, window, fetch, evict)  # type: ignore[operator]
-    return Decision(fetch[:n].copy(), evict[:n].copy()), after
+    if n == 0:
+        return Decision(NO_IDS, NO_IDS), after
+    return Decision(ids(fetch, n), ids(evict, n)), after

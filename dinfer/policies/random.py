@@ -10,7 +10,7 @@ from dinfer.errors import InputError
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 from dinfer.policies.protocol import FREE, STEP_SIGNATURE, Beliefs
-from dinfer.policies.words import choose, count, plain, write_ids
+from dinfer.policies.words import choose, count, plain, scratch_sets
 
 LOT_BITS = 12
 """A lot is a number below 4,096; the lowest ids come first among equal lots."""
@@ -31,29 +31,27 @@ def _mix(x):
 
 
 @plain
-def _draw_lots(key, lots):
+def _draw_lots(key, words, lots):
     for b in range(lots.shape[0]):
-        for i in range(lots.shape[1]):
+        for i in range(words):
             lots[b, i] = _mix(key + np.uint64(i * LOT_BITS + b) * _GOLDEN)
 
 
 @njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     words = resident.size
-    scratch = np.empty((LOT_BITS + 2, words), np.uint64)
-    lots, pool, chosen = scratch[:LOT_BITS], scratch[LOT_BITS], scratch[LOT_BITS + 1]
+    scratch = scratch_sets(LOT_BITS + 2, words)
+    lots, pool, chosen = scratch[:LOT_BITS], scratch[LOT_BITS][:words], scratch[LOT_BITS + 1][:words]
     for i in range(words):
         pool[i] = predicted[i] & ~resident[i]
         chosen[i] = resident[i] & ~predicted[i]
     n = min(window, count(pool), count(chosen))
     if n > 0:
-        _draw_lots(_mix(state[SEED, 0] + state[TOKEN, 0] * _GOLDEN + np.uint64(parameters[0])), lots)
-        choose(lots, LOT_BITS, n, True, pool, chosen)
-        write_ids(chosen, fetch)
+        _draw_lots(_mix(state[SEED, 0] + state[TOKEN, 0] * _GOLDEN + np.uint64(parameters[0])), words, lots)
+        choose(lots, LOT_BITS, n, True, pool, fetch)
         for i in range(words):
             pool[i] = resident[i] & ~predicted[i]
-        choose(lots, LOT_BITS, n, True, pool, chosen)
-        write_ids(chosen, evict)
+        choose(lots, LOT_BITS, n, True, pool, evict)
     state[TOKEN, 0] += np.uint64(1)
     return max(n, 0)
 

@@ -10,7 +10,7 @@ from dinfer.errors import InputError
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 from dinfer.policies.protocol import FREE, STEP_SIGNATURE, Beliefs
-from dinfer.policies.words import add_lowest, choose, count, increment, plain, planes_of, write_ids
+from dinfer.policies.words import add_lowest, choose, count, increment, plain, planes_of, scratch_sets
 
 YOUTH_BITS = 6
 """Tokens left of a neuron's youth, from 63 down: the lower, the longer ago it entered its queue."""
@@ -125,8 +125,8 @@ def _grow_older(state):
 @njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     words, share = resident.size, parameters[0]
-    scratch = np.empty((4, words), np.uint64)
-    missing, pool, part, chosen = scratch[0], scratch[1], scratch[2], scratch[3]
+    scratch = scratch_sets(3, words)
+    missing, pool, part = scratch[0][:words], scratch[1][:words], scratch[2][:words]
     slots = count(resident)
     _use(state, resident, predicted, pool)
     _promote(state, share, slots, resident)
@@ -135,12 +135,10 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
         pool[i] = resident[i] & ~predicted[i]
     n = min(window, count(missing), count(pool))
     if n > 0:
-        _choose_evicted(state, share, slots, resident, predicted, n, pool, part, chosen)
-        write_ids(chosen, evict)
-        _leave(state, chosen)
-        _choose_fetched(state, missing, n, pool, chosen)
-        write_ids(chosen, fetch)
-        _arrive(state, chosen)
+        _choose_evicted(state, share, slots, resident, predicted, n, pool, part, evict)
+        _leave(state, evict)
+        _choose_fetched(state, missing, n, pool, fetch)
+        _arrive(state, fetch)
     _grow_older(state)
     return max(n, 0)
 

@@ -17,7 +17,7 @@ from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 from dinfer.policies.protocol import FREE, STEP_SIGNATURE, Beliefs
 from dinfer.policies.words import (
-    add_constant,
+    COUNT_BITS,
     choose,
     count,
     count_gainful,
@@ -27,11 +27,9 @@ from dinfer.policies.words import (
     plain,
     planes_of,
     popcount,
-    write_ids,
+    scratch_sets,
+    weigh,
 )
-
-COUNT_BITS = 6
-"""Frequency counters saturate at 63."""
 
 VALUE_BITS = 8
 """Worth as an integer: a counter plus what a use now is worth, at most 255."""
@@ -113,13 +111,10 @@ def _uses_of_predicted(parameters, uses):
 
 
 @plain
-def _fill_values(state, predicted, resident, unit, now_uses, cost_uses, values, scratch):
+def _fill_values(state, predicted, resident, unit, now_uses, cost_uses, values):
     # worth in counts, a use being ``unit`` of them; what is resident is worth more by what a copy costs
-    for b in range(VALUE_BITS):
-        for i in range(predicted.size):
-            values[b, i] = state[b, i] if b < COUNT_BITS else np.uint64(0)
-    add_constant(values, VALUE_BITS, np.int64(now_uses * unit + 0.5), predicted, scratch)
-    add_constant(values, VALUE_BITS, np.int64(min(cost_uses * unit + 0.5, 255.0)), resident, scratch)
+    now, cost = np.int64(now_uses * unit + 0.5), np.int64(min(cost_uses * unit + 0.5, 255.0))
+    weigh(state, now, predicted, cost, resident, values, VALUE_BITS)
 
 
 @plain
@@ -131,12 +126,12 @@ def _propose(state, values, resident, n, pool, fetch, evict):
         return
     for i in range(pool.size):
         pool[i] = ~resident[i]
-    choose(values, VALUE_BITS, n, True, pool, state[FETCHED])
-    write_ids(state[FETCHED], fetch)
+    choose(values, VALUE_BITS, n, True, pool, fetch)
     for i in range(pool.size):
         pool[i] = resident[i]
-    choose(values, VALUE_BITS, n, False, pool, state[EVICTED])
-    write_ids(state[EVICTED], evict)
+    choose(values, VALUE_BITS, n, False, pool, evict)
+    for i in range(pool.size):
+        state[FETCHED, i], state[EVICTED, i] = fetch[i], evict[i]
 
 
 @plain
@@ -163,16 +158,16 @@ def _count_activity(state, predicted):
 @njit(STEP_SIGNATURE, cache=True)
 def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     words = resident.size
-    scratch = np.empty((VALUE_BITS + 2, words), np.uint64)
-    values, inside, outside = scratch[:VALUE_BITS], scratch[VALUE_BITS], scratch[VALUE_BITS + 1]
+    scratch = scratch_sets(VALUE_BITS + 2, words)
+    values, inside, outside = scratch[2:], scratch[0][:words], scratch[1][:words]
     uses = _judge(state, predicted)
     some, every, cost = _room(parameters, state, resident, predicted, window)
     unit = np.float64(state[CLOCK, 0]) / parameters[HORIZON]
     now_uses = _uses_of_predicted(parameters, uses)
-    _fill_values(state, predicted, resident, unit, now_uses, cost / parameters[SAVED], values, inside)
+    _fill_values(state, predicted, resident, unit, now_uses, cost / parameters[SAVED], values)
     for i in range(words):
         inside[i], outside[i] = resident[i], ~resident[i]
-    n = count_gainful(values, VALUE_BITS, outside, inside)
+    n = count_gainful(values, VALUE_BITS, window, outside, inside)
     _, misses = count_split(predicted, resident)
     n = min(n, max(some, misses) if misses <= min(every, n) else some)
     _propose(state, values, resident, n, inside, fetch, evict)
@@ -236,7 +231,7 @@ class TimeSaved:
                 idle_seconds(beliefs),
                 costs.attention_seconds + costs.schedule_seconds if alone else -np.inf,
                 costs.state_down_seconds + costs.state_up_seconds + costs.merge_seconds,
-                costs.prefetch_neuron_seconds,
+                costs.link_neuron_seconds,
                 costs.prefetch_fixed_seconds,
                 slowed_share(costs),
             ]
@@ -258,9 +253,9 @@ def idle_seconds(beliefs: Beliefs) -> float:
 def slowed_share(costs: LayerCosts) -> float:
     """CPU seconds lost for each second of a copy beside it, where both ask more of the DRAM than it gives."""
     cpu_bytes, dram = costs.neuron_bytes - costs.gate_bytes, costs.dram_bytes_per_second
-    if min(cpu_bytes, costs.cpu_neuron_seconds, costs.prefetch_neuron_seconds, dram) <= 0:
+    if min(cpu_bytes, costs.cpu_neuron_seconds, costs.link_neuron_seconds, dram) <= 0:
         return 0.0
     cpu = cpu_bytes / costs.cpu_neuron_seconds
-    link = costs.neuron_bytes / costs.prefetch_neuron_seconds
+    link = costs.neuron_bytes / costs.link_neuron_seconds
     left = max(dram - link, dram / 2)  # max-min fair
     return max(0.0, 1.0 - left / cpu)

@@ -1,5 +1,6 @@
 """How many neurons one prefetch may move, from the time left before its barrier."""
 
+import numpy as np
 from numba import njit, types
 
 from dinfer.machine import LayerCosts
@@ -20,6 +21,17 @@ def cpu_seconds(costs, examined, active):
     return costs.cpu_fixed_seconds + examined * costs.cpu_gate_seconds + active * costs.cpu_neuron_seconds
 
 
+@njit
+def _most(costs, seconds, each):
+    # neurons that go in ``seconds``: full copies, then a last one that is not
+    copy, group = costs.prefetch_copy_seconds, max(costs.prefetch_group, 1.0)
+    if copy == 0.0:
+        return seconds / max(each, 1e-15)
+    full = np.floor(seconds / (copy + group * each))
+    rest = seconds - full * (copy + group * each) - copy
+    return full * group + max(np.floor(rest / max(each, 1e-15)), 0.0)
+
+
 @njit(types.int64(COSTS, types.int64, types.int64, types.int64, types.int64, types.int64), cache=True)
 def window_neurons(costs, lookahead, slots, neurons, hits, misses):
     """Neurons that a prefetch should move at most, by the believed ``costs``.
@@ -27,7 +39,8 @@ def window_neurons(costs, lookahead, slots, neurons, hits, misses):
     ``slots`` of the layer's ``neurons`` are resident; of the predicted ones ``hits`` are resident and ``misses``
     not. Looking ahead, a copy is hidden by a layer's time, while the link copies for every layer: a layer takes the
     longer of n p and left + max(gpu, cpu - n c), so n is where the two meet. Without lookahead the GPU waits for the
-    copy, which shortens the CPU's part, until those two balance. Ours.
+    copy, which shortens the CPU's part, until those two balance. Where one copy moves a group of neurons, n p is a step
+    for each. Ours.
     """
     gpu = gpu_seconds(costs, slots, hits)
     cpu = cpu_seconds(costs, neurons - slots, misses)
@@ -39,8 +52,7 @@ def window_neurons(costs, lookahead, slots, neurons, hits, misses):
     else:
         left = cpu - gpu
         each += costs.cpu_neuron_seconds + costs.gpu_neuron_seconds
-    most = (left - costs.prefetch_fixed_seconds) / max(each, 1e-15)
-    return types.int64(min(max(most, 0.0), float(neurons)))
+    return types.int64(min(max(_most(costs, left - costs.prefetch_fixed_seconds, each), 0.0), float(neurons)))
 
 
 @njit(types.int64(COSTS, types.int64, types.uint64[::1], types.uint64[::1], types.int64, types.int64), cache=True)

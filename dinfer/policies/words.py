@@ -5,13 +5,23 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from dinfer.policies.lanes import add, load, over_blocks, popcounts, spread, store, total
+
 _ONE = np.uint64(1)
+COUNT_BITS = 6
+"""Planes of a frequency counter, which saturates at 63."""
+
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 def plain(function):
     """``njit`` for functions that allocate nothing: without reference counts, which take half of a replay's time."""
     return njit(function, _nrt=False)
+
+
+def inlined(function):
+    """``plain``, and compiled into its caller: loops over a constant number of planes are then unrolled."""
+    return njit(function, _nrt=False, forceinline=True)
 
 
 @intrinsic
@@ -34,6 +44,25 @@ def lowest_bit(typing_context, word):
     return types.uint64(types.uint64), generate
 
 
+@intrinsic
+def leading_zeros(typing_context, word):
+    """How many bits stand above the highest set one of a uint64; 64 when it is 0."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), generate
+
+
+@njit
+def scratch_sets(rows, words):
+    """Room for sets [rows, at least words], each at the start of a cache line: half the time of those astride."""
+    width = (words + 7) // 8 * 8
+    memory = np.empty(rows * width + 7, np.uint64)
+    start = (-(memory.ctypes.data // 8)) % 8
+    return memory[start : start + rows * width].reshape(rows, width)
+
+
 @njit(inline="always")
 def count(words):
     """Members of a set: words [words]."""
@@ -54,21 +83,30 @@ def count_split(members, other):
 
 
 @plain
-def write_ids(words, out):
-    """Write the set's ids into ``out`` (room for 64 ids a word) in ascending order; returns how many."""
+def write_ids(words, n, out):
+    """Write the ``n`` members of the set into ``out`` (room for 64 ids a word) in ascending order."""
+    if n < words.size:
+        _write_ids(words, out, 2)
+    elif n < 4 * words.size:
+        _write_ids(words, out, 4)
+    else:
+        _write_ids(words, out, 8)
+
+
+@njit(inline="always")
+def _write_ids(words, out, several):
+    # ``several`` ids at once, needed or not: what a word lacks is overwritten, which costs less than a wrong guess
     n = np.int64(0)
     for i in range(words.size):
         word, end = words[i], n + np.int64(popcount(words[i]))
-        # two ids at once, needed or not: what a word lacks is overwritten, which costs less than a wrong guess
         while True:
-            for j in range(2):
+            for j in range(several):
                 out[n + j] = np.int32(64 * i + np.int64(lowest_bit(word)))
                 word &= word - _ONE
-            if word == 0:
+            n += several
+            if n >= end:
                 break
-            n += 2
         n = end
-    return n
 
 
 @plain
@@ -78,20 +116,21 @@ def add_lowest(pool, k, chosen):
         if k <= 0:
             return
         end = min(start + 32, pool.size)
-        total = np.uint64(0)
-        for i in range(start, end):
-            total += popcount(pool[i])
-        if np.int64(total) <= k:
+        members = np.int64(count(pool[start:end]))
+        if members <= k:
             for i in range(start, end):
                 chosen[i] |= pool[i]
-            k -= np.int64(total)
+            k -= members
             continue
         for i in range(start, end):
-            word = pool[i]
-            while k > 0 and word:
-                chosen[i] |= word & (~word + _ONE)
-                word &= word - _ONE
-                k -= 1
+            word, members = pool[i], np.int64(popcount(pool[i]))
+            while members > k:  # without its highest bit
+                word ^= _ONE << (np.uint64(63) - leading_zeros(word))
+                members -= 1
+            chosen[i] |= word
+            k -= members
+            if k == 0:
+                return
 
 
 @plain
@@ -101,83 +140,107 @@ def choose(planes, bits, k, largest, pool, chosen):
     A neuron's value is the number whose bit ``b`` stands in ``planes[b]``, for ``b`` below ``bits``. ``pool`` is
     used up. A radix selection from the highest bit down, one pass over the words for each bit.
     """
-    flip = np.uint64(0) if largest else _ALL
-    top = np.uint64(0)
-    for i in range(pool.size):
-        chosen[i] = 0
-        top += popcount(pool[i] & (planes[bits - 1, i] ^ flip))
-    first = np.int64(top)  # how many come first by this bit
+    flip = spread(np.uint64(0) if largest else _ALL)
+    first = total(_begin(pool.size, _zero(), pool, planes[bits - 1], flip, chosen))
     for b in range(bits - 1, -1, -1):
         lower = planes[max(b - 1, 0)]
-        if first >= k:
-            first = _keep(pool, planes[b], flip, lower)
-        else:
+        if first >= k:  # those that come first by this bit go on
+            first = total(_keep(pool.size, _zero(), pool, planes[b], flip, lower))
+        else:  # those are in, the others go on
             k -= first
-            first = _take(pool, chosen, planes[b], flip, lower)
+            first = total(_take(pool.size, _zero(), pool, planes[b], flip, lower, chosen))
     add_lowest(pool, k, chosen)
 
 
-@plain
-def _keep(pool, plane, flip, lower):
-    # those that come first go on; returns how many of them come first by the lower bit
-    first = np.uint64(0)
-    for i in range(pool.size):
-        pool[i] &= plane[i] ^ flip
-        first += popcount(pool[i] & (lower[i] ^ flip))
-    return np.int64(first)
+@over_blocks
+def _begin(i, lanes, first, pool, plane, flip, chosen):
+    store(chosen, i, lanes, _zero())
+    return add(first, popcounts(load(pool, i, lanes) & (load(plane, i, lanes) ^ flip)))
+
+
+@over_blocks
+def _keep(i, lanes, first, pool, plane, flip, lower):
+    members = load(pool, i, lanes) & (load(plane, i, lanes) ^ flip)
+    store(pool, i, lanes, members)
+    return add(first, popcounts(members & (load(lower, i, lanes) ^ flip)))
+
+
+@over_blocks
+def _take(i, lanes, first, pool, plane, flip, lower, chosen):
+    members = load(pool, i, lanes)
+    taken = members & (load(plane, i, lanes) ^ flip)
+    members = members ^ taken
+    store(chosen, i, lanes, load(chosen, i, lanes) | taken)
+    store(pool, i, lanes, members)
+    return add(first, popcounts(members & (load(lower, i, lanes) ^ flip)))
 
 
 @plain
-def _take(pool, chosen, plane, flip, lower):
-    # those that come first are in, the others go on; returns how many of these come first by the lower bit
-    first = np.uint64(0)
-    for i in range(pool.size):
-        taken = pool[i] & (plane[i] ^ flip)
-        chosen[i] |= taken
-        pool[i] ^= taken
-        first += popcount(pool[i] & (lower[i] ^ flip))
-    return np.int64(first)
-
-
-@plain
-def count_gainful(values, bits, outside, inside):
+def count_gainful(values, bits, most, outside, inside):
     """The largest n whose n-th best of ``outside`` still exceeds the n-th worst of ``inside``; uses both sets up.
 
-    For a cut c, min(#outside above c, #inside up to c) swaps gain; the two cross once, so find c bit by bit.
+    At most ``most``: no more is asked for. For a cut c, min(#outside above c, #inside up to c) swaps gain; the two
+    cross once, so find c bit by bit.
     """
     above, below, best = np.int64(0), np.int64(0), np.int64(0)
-    enter, leave = _reach(outside, inside, values[bits - 1])
+    reach = _reach(outside.size, (_zero(), _zero()), outside, inside, values[bits - 1])
     for b in range(bits - 1, -1, -1):
+        enter, leave = total(reach[0]), total(reach[1])
         best = max(best, min(above + enter, below + leave))
-        if above + enter > below + leave:  # the cut is higher: its bit is 1
+        if best >= most:
+            return most
+        higher = above + enter > below + leave  # the cut's bit is 1
+        if higher:
             below += leave
-            enter, leave = _narrow(outside, inside, values[b], np.uint64(0), values[max(b - 1, 0)])
         else:
             above += enter
-            enter, leave = _narrow(outside, inside, values[b], ~np.uint64(0), values[max(b - 1, 0)])
+        flip = spread(np.uint64(0) if higher else _ALL)
+        reach = _narrow(
+            outside.size, (_zero(), _zero()), outside, inside, values[b], flip, values[max(b - 1, 0)]
+        )
     return best
 
 
 @plain
-def _reach(outside, inside, plane):
+def count_above(values, bits, most, members, others):
+    """How many of ``others`` have a larger value than every one of ``members``; at least ``most`` where it is more.
+
+    Uses both sets up. Follows the largest value of ``members``, bit by bit.
+    """
+    above, equal = np.int64(0), count(others)
+    reach = _reach(members.size, (_zero(), _zero()), members, others, values[bits - 1])
+    for b in range(bits - 1, -1, -1):
+        some, without = total(reach[0]), total(reach[1])
+        if some > 0:
+            equal -= without
+        else:
+            above += equal - without
+            equal = without
+        if above >= most:
+            return above
+        flip = spread(np.uint64(0) if some > 0 else _ALL)
+        reach = _narrow(
+            members.size, (_zero(), _zero()), members, others, values[b], flip, values[max(b - 1, 0)]
+        )
+    return above
+
+
+@over_blocks
+def _reach(i, lanes, sums, outside, inside, plane):
     # how many of each set stand above and below a cut between this bit's 1 and its 0
-    enter, leave = np.uint64(0), np.uint64(0)
-    for i in range(plane.size):
-        enter += popcount(outside[i] & plane[i])
-        leave += popcount(inside[i] & ~plane[i])
-    return np.int64(enter), np.int64(leave)
+    bit = load(plane, i, lanes)
+    enter, leave = load(outside, i, lanes) & bit, load(inside, i, lanes) & ~bit
+    return add(sums[0], popcounts(enter)), add(sums[1], popcounts(leave))
 
 
-@plain
-def _narrow(outside, inside, plane, flip, lower):
+@over_blocks
+def _narrow(i, lanes, sums, outside, inside, plane, flip, lower):
     # keep those that have the cut's bit, and reach for the lower one
-    enter, leave = np.uint64(0), np.uint64(0)
-    for i in range(plane.size):
-        outside[i] &= plane[i] ^ flip
-        inside[i] &= plane[i] ^ flip
-        enter += popcount(outside[i] & lower[i])
-        leave += popcount(inside[i] & ~lower[i])
-    return np.int64(enter), np.int64(leave)
+    kept, bit = load(plane, i, lanes) ^ flip, load(lower, i, lanes)
+    enter, leave = load(outside, i, lanes) & kept, load(inside, i, lanes) & kept
+    store(outside, i, lanes, enter)
+    store(inside, i, lanes, leave)
+    return add(sums[0], popcounts(enter & bit)), add(sums[1], popcounts(leave & ~bit))
 
 
 @plain
@@ -203,32 +266,60 @@ def halve(planes, bits):
 
 
 @plain
-def add_constant(planes, bits, constant, members, carry):
-    """Add ``constant`` to the value of ``members``, saturating at ``2 ** bits - 1``; ``carry`` [words] is scratch."""
-    for i in range(carry.size):
-        carry[i] = 0
-    for b in range(bits):
-        _add(planes[b], members, _ALL if (constant >> b) & 1 else np.uint64(0), carry)
-    if count(carry) > 0:
-        for b in range(bits):
-            for i in range(carry.size):
-                planes[b, i] |= carry[i]
+def weigh(counters, first, members, second, others, values, bits):
+    """Write into ``values`` the ``counters``, plus ``first`` for ``members``, plus ``second`` for ``others``.
+
+    Counters have COUNT_BITS (6) planes, values have 7 or 8 ``bits``; sums saturate at ``2 ** bits - 1``.
+    """
+    _weigh(members.size, _zero(), counters, first, members, second, others, values, bits)
 
 
-@plain
-def _add(plane, members, bit, carry):
-    for i in range(plane.size):
-        value, addend = plane[i], members[i] & bit
-        plane[i] = value ^ addend ^ carry[i]
-        carry[i] = (value & addend) | (carry[i] & (value ^ addend))
+@over_blocks
+def _weigh(i, lanes, sums, counters, first, members, second, others, values, bits):
+    # written out plane by plane: in a loop over them LLVM keeps none in registers, and takes twice as long
+    given = (first, load(members, i, lanes), second, load(others, i, lanes))
+    v0, carry = _add_digit(0, load(counters[0], i, lanes), given, (_zero(), _zero()))
+    v1, carry = _add_digit(1, load(counters[1], i, lanes), given, carry)
+    v2, carry = _add_digit(2, load(counters[2], i, lanes), given, carry)
+    v3, carry = _add_digit(3, load(counters[3], i, lanes), given, carry)
+    v4, carry = _add_digit(4, load(counters[4], i, lanes), given, carry)
+    v5, carry = _add_digit(5, load(counters[5], i, lanes), given, carry)
+    v6, carry = _add_digit(6, _zero(), given, carry)
+    if bits > 7:
+        v7, carry = _add_digit(7, _zero(), given, carry)
+        store(values[7], i, lanes, v7 | carry[0] | carry[1])
+    over = carry[0] | carry[1]
+    store(values[0], i, lanes, v0 | over)
+    store(values[1], i, lanes, v1 | over)
+    store(values[2], i, lanes, v2 | over)
+    store(values[3], i, lanes, v3 | over)
+    store(values[4], i, lanes, v4 | over)
+    store(values[5], i, lanes, v5 | over)
+    store(values[6], i, lanes, v6 | over)
+    return sums
+
+
+@inlined
+def _add_digit(b, digit, given, carry):
+    first, members, second, others = given
+    addend = members & spread(_ALL if (first >> b) & 1 else np.uint64(0))
+    partial = digit ^ addend
+    middle, over = partial ^ carry[0], (digit & addend) | (carry[0] & partial)
+    addend = others & spread(_ALL if (second >> b) & 1 else np.uint64(0))
+    partial = middle ^ addend
+    return partial ^ carry[1], (over, (middle & addend) | (carry[1] & partial))
+
+
+@njit(inline="always")
+def _zero():
+    return spread(np.uint64(0))
 
 
 @njit(cache=True)
-def swap(resident, fetch, evict, n):
-    """Replace the first ``n`` of ``evict`` by those of ``fetch`` in ``resident`` [words]."""
-    for j in range(n):
-        resident[evict[j] >> 6] &= ~(_ONE << np.uint64(evict[j] & 63))
-        resident[fetch[j] >> 6] |= _ONE << np.uint64(fetch[j] & 63)
+def swap(resident, fetch, evict):
+    """Replace the set ``evict`` by the set ``fetch`` in ``resident``, all [words]."""
+    for i in range(resident.size):
+        resident[i] = (resident[i] & ~evict[i]) | fetch[i]
 
 
 @njit(cache=True)
@@ -249,6 +340,13 @@ def count_members(words, ids):
     for j in range(ids.size):
         n += (words[ids[j] >> 6] >> np.uint64(ids[j] & 63)) & _ONE
     return np.int64(n)
+
+
+def ids(words: np.ndarray, n: int) -> np.ndarray:
+    """The ``n`` members of a set, int32 [n], ascending."""
+    out = np.empty(64 * len(words), np.int32)
+    write_ids(words, n, out)
+    return out[:n].copy()
 
 
 def planes_of(values: np.ndarray, bits: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from numba import njit, types
 from dinfer.policies.balanced import LOST, RECOVERED, added_neurons, balance, dropped_neurons
 from dinfer.policies.protocol import STEP
 from dinfer.policies.window import COSTS, cpu_seconds, gpu_seconds, sized_window
-from dinfer.policies.words import count_members, count_split, popcount, swap
+from dinfer.policies.words import count_split, popcount, swap, write_ids
 from dinfer.sim.engine import CPU, D2H, GPU, H2D, LOAD, NONE, OPS, SCHEDULER, issue, issue_bytes, plain, run
 from dinfer.timeline import STEPS
 
@@ -39,6 +39,7 @@ class Memory(NamedTuple):
     """What a replay changes: residency uint64 [layer, words], policy state [layer, rows, words], barriers.
 
     The CPU's part waits for ``stepped`` (its neurons are known), the GPU's for ``ready`` (its neurons are there).
+    ``fetch`` and ``evict`` [words] are the last decision's sets.
     ``thresholds`` float64 [layer, 4, levels]: tables of policies.balanced, without levels where they are fixed.
     """
 
@@ -49,6 +50,8 @@ class Memory(NamedTuple):
     stepped: np.ndarray
     ready: np.ndarray
     nothing: np.ndarray
+    fetch: np.ndarray
+    evict: np.ndarray
     thresholds: np.ndarray
 
 
@@ -66,10 +69,12 @@ class Log(NamedTuple):
     span_bytes: np.ndarray
 
 
-_U2, _U3 = types.uint64[:, ::1], types.uint64[:, :, ::1]
+_U1, _U2, _U3 = types.uint64[::1], types.uint64[:, ::1], types.uint64[:, :, ::1]
 _I4, _F8 = types.int32[::1], types.float64[::1]
 RULES = types.NamedUniTuple(types.int64, len(Rules._fields), Rules)
-MEMORY = types.NamedTuple((_U2, types.int64[::1], _U3, _F8, _I4, _I4, _U2, types.float64[:, :, ::1]), Memory)
+MEMORY = types.NamedTuple(
+    (_U2, types.int64[::1], _U3, _F8, _I4, _I4, _U2, _U1, _U1, types.float64[:, :, ::1]), Memory
+)
 LOG = types.NamedTuple(
     (_F8, types.int32[:, :, ::1], _I4, _I4, _F8, types.int64[::1], types.int32[:, ::1], types.float64[:, ::1], _F8),
     Log,
@@ -93,18 +98,20 @@ def schedule(ops, costs, step, rules, believed, memory, log, layer, predicted, f
     resident, window = memory.resident[layer], rules.window
     if window < 0:
         window = sized_window(believed, rules.lookahead, resident, predicted, memory.slots[layer], rules.neurons)
-    fetch, evict = log.fetch[log.used[0] :], log.evict[log.used[0] :]
+    fetch, evict = memory.fetch, memory.evict
     n = step(memory.parameters, memory.state[layer], resident, predicted, future, window, fetch, evict)
-    swap(resident, fetch, evict, n)
+    if n > 0:
+        swap(resident, fetch, evict)
     return op, n
 
 
 @plain
 def prefetch(ops, costs, layer, n, after):
-    """The host-to-device copy of ``n`` neurons; the op that its barrier waits for."""
+    """The host-to-device copies of ``n`` neurons; the op that its barrier waits for."""
     if n == 0:
         return after
-    seconds = n * costs.prefetch_neuron_seconds
+    copies = np.ceil(n / max(costs.prefetch_group, 1.0))
+    seconds = copies * costs.prefetch_copy_seconds + n * costs.prefetch_neuron_seconds
     return issue_bytes(
         ops, H2D, PREFETCH, layer, n, costs.prefetch_fixed_seconds, n * costs.neuron_bytes, seconds, after, NONE
     )
@@ -187,7 +194,7 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
                 memory.ready[target] = prefetch(ops, costs, target, n, stepped)
                 if not rules.scheduler_thread:  # the decoding thread steps itself
                     here = stepped
-                log_moves(log, token, target, n, active[target])
+                log_moves(log, memory, token, target, n, active[target])
         else:
             memory.stepped[layer] = memory.ready[layer] = NONE
         computed = active[layer] if rules.exact else predicted[layer]
@@ -220,12 +227,17 @@ def count_active(active, computed, resident):
 
 
 @plain
-def log_moves(log, token, layer, n, active):
-    """Keep the ids of a decision; what was fetched in vain is counted apart."""
-    used = log.used[0]
-    log.used[0] = used + n
+def log_moves(log, memory, token, layer, n, active):
+    """Count the neurons of a decision, those in vain apart, and keep their ids where there is room for any."""
+    if n == 0:
+        return
+    if log.fetch.size > 0:
+        used = log.used[0]
+        log.used[0] = used + n
+        write_ids(memory.fetch, n, log.fetch[used:])
+        write_ids(memory.evict, n, log.evict[used:])
     log.work[token, layer, 2] = n
-    log.work[token, layer, 3] = n - count_members(active, log.fetch[used : used + n])
+    log.work[token, layer, 3] = count_split(memory.fetch, active)[1]
 
 
 @plain
@@ -270,7 +282,7 @@ def replay(step, ops, costs, believed, rules, memory, log, load, actives, predic
     one to stop before.
     """
     now = start[0]
-    room = log.fetch.size - 64 * actives.shape[1] * actives.shape[2]
+    room = log.fetch.size - 64 * actives.shape[1] * actives.shape[2] if log.fetch.size > 0 else np.int64(0)
     for token in range(reset[0], reset[1]):
         if log.used[0] > room:
             start[0] = now

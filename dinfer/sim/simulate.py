@@ -7,6 +7,7 @@ import numpy as np
 from dinfer.errors import InputError
 from dinfer.machine import Factors, LayerCosts, Machine, layer_costs, prefill_seconds
 from dinfer.plan import Plan
+from dinfer.policies.words import scratch_sets
 from dinfer.sim.decode import OPS_PER_LAYER, Log, Memory, Rules, replay
 from dinfer.sim.engine import NO_LOAD, Load, empty_ops
 from dinfer.sim.predictor import Predictor
@@ -21,6 +22,7 @@ def simulate(
     *,
     load: Load = NO_LOAD,
     spans: bool = True,
+    decisions: bool = True,
     predictor: Predictor | None = None,
     asynchronous: bool = False,
     believed: np.ndarray | None = None,
@@ -28,11 +30,11 @@ def simulate(
     """Replay the decode tokens of ``trace`` under ``plan`` and time them.
 
     ``machine`` has the true costs; the plan's own are what its decisions believe (and the default). ``load`` is other
-    load on the machine. ``spans=False`` keeps the sums of the steps but not each span. The cache's state and the
-    placement start afresh at the trace's first token and carry on over its sequences. The plan's ``batch`` of sequences
-    is decoded together (``Trace.batched``; a trace that is batched already is replayed as it is), each step counts as
-    many tokens. ``predictor`` predicts in the place of the plan's ``prediction``, and costs what it says.
-    ``asynchronous`` is DynamicInfer's way: a scheduler thread steps the policy beside the decoding thread, and the
+    load on the machine. ``spans=False`` keeps the sums of the steps but not each span, ``decisions=False`` how
+    many neurons each step fetched but not which ones. The cache's state and the placement start afresh at the trace's
+    first token and carry on over its sequences. The plan's ``batch`` of sequences is decoded together
+    (``Trace.batched``; a trace that is batched already is replayed as it is), each step counts as many tokens.
+    ``predictor`` predicts in the place of the plan's ``prediction``, and costs what it says. ``asynchronous`` is DynamicInfer's way: a scheduler thread steps the policy beside the decoding thread, and the
     CPU's partial sum never queues behind prefetches, which have a stream of their own. ``believed``
     (``Timeline.believed`` of a run) makes the decisions depend on what that run believed at each token. Raises
     InputError when the trace is of another model or has no decode token, or when the predictor is not of its decode
@@ -55,9 +57,9 @@ def simulate(
             f"predictions have shape {predictor.predictions.shape}; they must be {decoded.active.shape}, of the "
             "decode tokens"
         )
-    costs = layer_costs(plan.spec, machine, plan.activation, plan.issue, predictor.rank, batch)
+    costs = layer_costs(plan.spec, machine, plan.activation, plan.issue, predictor.rank, batch, plan.group)
     lag = plan.prediction == "previous" and not given
-    log, seconds = _replay(plan, decoded, costs, load, spans, predictor, lag, asynchronous, believed)
+    log, seconds = _replay(plan, decoded, costs, load, (spans, decisions), predictor, lag, asynchronous, believed)
     timeline = Timeline(
         _spans(log),
         tokens=len(decoded) * batch,
@@ -87,7 +89,7 @@ def _replay(
     trace: Trace,
     costs: LayerCosts,
     load: Load,
-    spans: bool,
+    keep: tuple[bool, bool],
     predictor: Predictor,
     lag: bool,
     apart: bool,
@@ -114,9 +116,11 @@ def _replay(
         stepped=np.full(spec.layers, -1, np.int32),
         ready=np.full(spec.layers, -1, np.int32),
         nothing=np.zeros((spec.layers, spec.words), np.uint64),
+        fetch=scratch_sets(1, spec.words)[0][: spec.words],
+        evict=scratch_sets(1, spec.words)[0][: spec.words],
         thresholds=_tables(plan, predictor),
     )
-    log = _empty_log(plan, trace, spans)
+    log = _empty_log(plan, trace, *keep)
     active, predictions = (np.require(a, np.uint64, ["C", "W"]) for a in (trace.active, predictor.predictions))
     positions = trace.tokens["position"].to_numpy(np.int64, copy=True)
     start = np.zeros(1)
@@ -156,10 +160,10 @@ def _beliefs(believed: np.ndarray | None, tokens: int) -> Iterator[tuple[int, Fa
     yield tokens, factors
 
 
-def _empty_log(plan: Plan, trace: Trace, spans: bool) -> Log:
+def _empty_log(plan: Plan, trace: Trace, spans: bool, decisions: bool) -> Log:
     layers, tokens = plan.spec.layers, len(trace)
     room = (OPS_PER_LAYER + 3) * layers * tokens + 2 * tokens if spans else 0
-    moves = 2 * 64 * plan.spec.words * layers
+    moves = 2 * 64 * plan.spec.words * layers if decisions else 0
     return Log(
         end_seconds=np.zeros(tokens),
         work=np.zeros((tokens, layers, 4), np.int32),

@@ -36,6 +36,7 @@ def make_plan(
     activation: str = "exact",
     prediction: str = "previous",
     issue: str | None = None,
+    group: int = 1,
     spec: ModelSpec | None = None,
     frequency: np.ndarray | None = None,
     predictor_bytes: int = 0,
@@ -69,7 +70,7 @@ def make_plan(
     if frequency is None:
         frequency = trace.frequency if batch == 1 else trace.batched(batch).frequency
     issue = issue or ("gather" if machine.emulated else "block")
-    costs = layer_costs(spec, machine, activation, issue, rank, batch)
+    costs = layer_costs(spec, machine, activation, issue, rank, batch, group)
     if warn_when_everything_fits(spec, machine, memory):
         solution = _greedy_solution(frequency, capacity)
     else:
@@ -86,6 +87,7 @@ def make_plan(
         prediction=prediction,
         predictor={} if predictor is None else predictor.tag(),
         issue=issue,
+        group=group,
         vram_bytes=vram_bytes,
         context=context,
         batch=batch,
