@@ -12,8 +12,8 @@ from numba import njit, types
 from dinfer.policies.balanced import LOST, RECOVERED, added_neurons, balance, dropped_neurons
 from dinfer.policies.protocol import STEP
 from dinfer.policies.window import COSTS, cpu_seconds, gpu_seconds, sized_window
-from dinfer.policies.words import count_split, popcount, swap, write_ids
-from dinfer.sim.engine import CPU, D2H, GPU, H2D, LOAD, NONE, OPS, SCHEDULER, issue, issue_bytes, plain, run
+from dinfer.policies.words import count_split, inlined, popcount, swap, write_ids
+from dinfer.sim.engine import CPU, D2H, GPU, H2D, LOAD, NONE, OPS, SCHEDULER, issue, issue_bytes, run
 from dinfer.timeline import STEPS
 
 ATTENTION, PREDICT, SCHEDULE, PREFETCH, WAIT, FFN_GPU, FFN_CPU, MERGE, HEAD = range(9)
@@ -81,14 +81,14 @@ LOG = types.NamedTuple(
 )
 
 
-@plain
+@inlined
 def attention(ops, costs, layer, position, before):
     """The GPU's attention; a longer context reads more KV."""
     seconds = costs.attention_seconds + position * costs.attention_token_seconds
     return issue(ops, GPU, ATTENTION, layer, seconds, before, NONE)
 
 
-@plain
+@inlined
 def schedule(ops, costs, step, rules, believed, memory, log, layer, predicted, future, after):
     """Step the policy for ``layer`` and swap; returns the op and the number of neurons to move."""
     predict = NONE
@@ -105,7 +105,7 @@ def schedule(ops, costs, step, rules, believed, memory, log, layer, predicted, f
     return op, n
 
 
-@plain
+@inlined
 def prefetch(ops, costs, layer, n, after):
     """The host-to-device copies of ``n`` neurons; the op that its barrier waits for."""
     if n == 0:
@@ -117,7 +117,7 @@ def prefetch(ops, costs, layer, n, after):
     )
 
 
-@plain
+@inlined
 def balanced(believed, memory, layer, computed):
     """Neurons that the GPU adds and the CPU drops by the thresholds, and how many of each are active (expected)."""
     table = memory.thresholds[layer]
@@ -128,7 +128,7 @@ def balanced(believed, memory, layer, computed):
     return added_neurons(table, low, spare), dropped_neurons(table, high, misses), np.int64(found), np.int64(lost)
 
 
-@plain
+@inlined
 def ffn(ops, costs, rules, memory, layer, computed, added, dropped, after):
     """Both sides' parts and the merge; the GPU waits for its neurons, then for the CPU's partial sum."""
     resident, slots = memory.resident[layer], memory.slots[layer]
@@ -147,7 +147,7 @@ def ffn(ops, costs, rules, memory, layer, computed, added, dropped, after):
     return merge(ops, costs, rules, layer, cpu), on_gpu, on_cpu
 
 
-@plain
+@inlined
 def ffn_gpu(ops, costs, layer, examined, active, first, second):
     """The GPU's part; only an emulated GPU reads its neurons through the host's DRAM."""
     seconds = gpu_seconds(costs, examined, active)
@@ -160,7 +160,7 @@ def ffn_gpu(ops, costs, layer, examined, active, first, second):
     return op
 
 
-@plain
+@inlined
 def merge(ops, costs, rules, layer, cpu):
     """Bring the CPU's partial sum over and add it; a copy queues behind the prefetches, a kernel's read does not."""
     if rules.merge_in_queue:
@@ -169,13 +169,13 @@ def merge(ops, costs, rules, layer, cpu):
     return issue(ops, GPU, MERGE, layer, costs.state_up_seconds + costs.merge_seconds, cpu, NONE)
 
 
-@plain
+@inlined
 def head(ops, costs):
     """Final norm, output projection and sampling."""
     return issue(ops, GPU, HEAD, NONE, costs.head_seconds, NONE, NONE)
 
 
-@plain
+@inlined
 def decode_token(ops, costs, step, rules, believed, memory, log, token, position, predicted, actives, active):
     """All ops of one token: for each layer attention, schedule and prefetch ahead, FFN; then the head."""
     layers = active.shape[0]
@@ -209,14 +209,14 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
     head(ops, costs)
 
 
-@plain
+@inlined
 def targets(layer, lookahead, layers):
     """Layers to schedule after attention of ``layer``: the one ahead; at the first layer all up to it."""
     first = 0 if layer == 0 else layer + lookahead
     return first, min(layer + lookahead + 1, layers)
 
 
-@plain
+@inlined
 def count_active(active, computed, resident):
     """How many of the ``computed`` neurons turn out active, resident and not."""
     on_gpu, on_cpu = np.uint64(0), np.uint64(0)
@@ -226,7 +226,7 @@ def count_active(active, computed, resident):
     return np.int64(on_gpu), np.int64(on_cpu)
 
 
-@plain
+@inlined
 def log_moves(log, memory, token, layer, n, active):
     """Count the neurons of a decision, those in vain apart, and keep their ids where there is room for any."""
     if n == 0:
@@ -240,7 +240,7 @@ def log_moves(log, memory, token, layer, n, active):
     log.work[token, layer, 3] = count_split(memory.fetch, active)[1]
 
 
-@plain
+@inlined
 def log_spans(ops, log, token, start):
     """Sum the steps and, where there is room, keep the spans; a GPU that stands idle waits."""
     free, keep = start, log.span_bytes.size > 0
@@ -256,7 +256,7 @@ def log_spans(ops, log, token, start):
             _span(log, token, ops.layer[i], ops.step[i], ops.stream[i], ops.neurons[i], since, until, ops.bytes[i])
 
 
-@plain
+@inlined
 def _span(log, token, layer, step, stream, neurons, start, end, count_bytes):
     i = log.used[1]
     log.used[1] = i + 1

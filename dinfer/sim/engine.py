@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, types
 
-from dinfer.policies.words import plain
+from dinfer.policies.words import inlined
 from dinfer.timeline import STREAMS
 
 GPU, CPU, H2D, D2H, SCHEDULER = range(5)
@@ -71,7 +71,7 @@ OPS = types.NamedTuple((_I8, types.int8[::1], types.int8[::1], _I4, _I4, _F8, _F
 LOAD = types.NamedTuple((_F8, types.float64[:, ::1]), Load)
 
 
-@plain
+@inlined
 def issue(ops, stream, step, layer, seconds, first, second):
     """Append an op that moves nothing through DRAM; returns its index."""
     i = ops.used[0]
@@ -82,7 +82,7 @@ def issue(ops, stream, step, layer, seconds, first, second):
     return i
 
 
-@plain
+@inlined
 def issue_bytes(ops, stream, step, layer, neurons, seconds, count_bytes, bytes_seconds, first, second):
     """Append an op that moves ``count_bytes`` in ``bytes_seconds`` when it has the DRAM to itself."""
     i = issue(ops, stream, step, layer, seconds, first, second)
