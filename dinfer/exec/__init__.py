@@ -3,5 +3,6 @@
 import dinfer.compiled  # noqa: F401 - sets numba's cache before anything is compiled
 from dinfer.exec.execute import Session, execute
 from dinfer.exec.profile import measure_machine
+from dinfer.exec.quality import quality
 
-__all__ = ["Session", "execute", "measure_machine"]
+__all__ = ["Session", "execute", "measure_machine", "quality"]

@@ -246,6 +246,10 @@ class Session:
                 f"plan with --batch {prompts}"
             )
 
+    def start(self) -> Running:
+        """A run that has decoded nothing yet, for those who step it themselves; its ``close`` ends the threads."""
+        return self._start(None)
+
     def _check_context(self, tokens: int) -> None:
         if tokens > self.plan.context:
             raise InputError(

@@ -25,7 +25,7 @@ def ffn(
     x: torch.Tensor,
     spec: ModelSpec,
     up_bias: torch.Tensor | None,
-    value_threshold: float,
+    value_threshold: float | torch.Tensor,
     picked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial sum [tokens, hidden] of the neurons in ``rows`` [neuron, matrix, hidden] and their values.
@@ -33,12 +33,12 @@ def ffn(
     ``x`` [tokens, hidden] is the FFN's input, ``up_bias`` [neuron] or None; ``picked`` int64 names the rows to
     compute (None: all). The values [tokens, picked] are 0 where a neuron is inactive: its gate is at most
     ``spec.gate_threshold`` (ReLU kinds), or its value's magnitude at most ``value_threshold`` (magnitude kinds, where
-    the threshold is above 0).
+    the threshold is above 0), one for all or [neuron].
     """
     if picked is not None:
         rows, up_bias = rows[picked], None if up_bias is None else up_bias[picked]
     values = neuron_values(rows, x, spec, up_bias)
-    if value_threshold > 0:
+    if isinstance(value_threshold, torch.Tensor) or value_threshold > 0:
         values = values.masked_fill(values.abs() <= value_threshold, 0)
     return values @ rows[:, -1], values
 
