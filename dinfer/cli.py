@@ -308,6 +308,9 @@ def plan(
     activation: Annotated[str, typer.Option(help="exact or predicted")] = "exact",
     prediction: Annotated[str, typer.Option(help="previous or oracle; with --predictor: trained")] = "previous",
     predictor: PredictorOption = None,
+    threshold: Annotated[
+        str, typer.Option(help="fixed, or balanced: lower on the GPU, higher on the CPU, the error kept")
+    ] = "fixed",
     issue: Annotated[
         str | None, typer.Option(help="how a prefetch moves: copy, block or gather; the default is what runs here")
     ] = None,
@@ -331,8 +334,8 @@ def plan(
     spec = used.spec.with_dtype(dtype) if dtype else used.spec
     made = make_plan(
         used, where, parse_budget(vram, spec, where, context, batch), context=context, batch=batch, solver=solver,
-        cache=cache, lookahead=lookahead, window=window, activation=activation, prediction=prediction, issue=issue,
-        group=group, spec=spec, predictor=_predictor(predictor),
+        cache=cache, lookahead=lookahead, window=window, activation=activation, prediction=prediction,
+        threshold=threshold, issue=issue, group=group, spec=spec, predictor=_predictor(predictor),
     )  # fmt: skip
     made.save(out)
     print_table(memory_table(made.memory), title=f"GPU memory of {made.spec.name} on {made.machine.name}")

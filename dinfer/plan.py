@@ -21,6 +21,7 @@ from dinfer.units import exact_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from dinfer.policies import Cache
+    from dinfer.policies.balanced import Levels
     from dinfer.policies.protocol import Beliefs
 
 FORMAT = "dinfer-plan"
@@ -29,6 +30,7 @@ ACTIVATION_MODES = ("exact", "predicted")
 PREDICTIONS = ("oracle", "previous", "trained")
 MOST_SEQUENCES = 8
 """Most sequences decoded together: beyond, the union of their active sets is most of a layer."""
+THRESHOLD_POLICIES = ("fixed", "balanced")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +45,10 @@ class Plan:
     and is empty otherwise. ``issue``: how a prefetch moves (machine.ISSUES); with ``copy``, one copy takes ``group``
     neurons. ``vram_bytes`` is the whole GPU budget, ``memory`` its breakdown in bytes by term, ``context`` the tokens
     that the KV cache holds of each of ``batch`` sequences decoded together. ``thresholds`` [layer]: values of magnitude
-    kinds at most this large are inactive (0:
-    none). ``frequency`` float32 [layer, neuron] is the offline history that caches start from. ``weights`` is the
-    checkpoint's fingerprint, empty for a plan that is not bound to weights.
+    kinds at most this large are inactive (0: none); ``threshold`` names how they are used: ``fixed`` on both sides, or
+    ``balanced``, with the ``levels`` of each side among which the believed costs choose. ``frequency`` float32 [layer,
+    neuron] is the offline history that caches start from. ``weights`` is the checkpoint's fingerprint, empty for a plan
+    that is not bound to weights.
     """
 
     spec: ModelSpec
@@ -65,6 +68,8 @@ class Plan:
     batch: int = 1
     memory: Mapping[str, int] = field(default_factory=dict)
     thresholds: tuple[float, ...] = ()
+    threshold: Mapping[str, Any] = field(default_factory=lambda: {"name": "fixed"})
+    levels: "Levels | None" = None
     solver: Mapping[str, Any] = field(default_factory=dict)
     trace: str = ""
     weights: str = ""
@@ -92,6 +97,15 @@ class Plan:
             raise InputError(f"thresholds has {len(self.thresholds)} values for {self.spec.layers} layers")
         if self.thresholds and any(self.thresholds) and self.spec.sparsity_kind == "relu":
             raise InputError(f"{self.spec.name} is a ReLU model and takes no magnitude thresholds; leave them out")
+        _one_of("threshold", self.threshold.get("name", ""), THRESHOLD_POLICIES)
+        if (self.threshold["name"] == "balanced") != (self.levels is not None):
+            raise InputError(f"threshold {self.threshold['name']!r} and levels do not belong together; plan again")
+        if self.levels is not None and (self.activation != "exact" or self.batch > 1):
+            raise InputError(
+                f"threshold 'balanced' is for exact activation of one sequence, not "
+                f"{self.activation!r} of {self.batch}; plan "
+                " with --threshold fixed, or with --activation exact --batch 1"
+            )
 
     def _check_predictor(self) -> None:
         if (self.prediction == "trained") != bool(self.predictor):
@@ -151,6 +165,8 @@ class Plan:
         digest = hashlib.sha256(json.dumps(self._document(), sort_keys=True).encode())
         digest.update(np.ascontiguousarray(self.placement.resident).tobytes())
         digest.update(np.ascontiguousarray(self.frequency, np.float32).tobytes())
+        for array in self._level_arrays().values():
+            digest.update(array.tobytes())
         return digest.hexdigest()[:16]
 
     def check_model(self, spec: ModelSpec, weights: str = "") -> None:
@@ -189,9 +205,17 @@ class Plan:
             "batch": self.batch,
             "memory": dict(self.memory),
             "thresholds": list(self.thresholds),
+            "threshold": dict(self.threshold),
             "slots": self.placement.slots.tolist(),
             "solver": dict(self.solver),
         }
+
+    def _level_arrays(self) -> dict[str, np.ndarray]:
+        """The tensors of ``levels``, in this order; none where thresholds are fixed."""
+        if self.levels is None:
+            return {}
+        dtypes = {"gpu": "<f4", "cpu": "<f4", "tables": "<f8", "expected": "<i8"}
+        return {f"levels.{k}": np.ascontiguousarray(getattr(self.levels, k), v) for k, v in dtypes.items()}
 
     def save(self, path: str | Path) -> None:
         """Write ``path`` (.json) and its arrays beside it (.safetensors), replacing both only when complete."""
@@ -206,6 +230,7 @@ class Plan:
         tensors = {
             "resident": np.ascontiguousarray(self.placement.resident),
             "frequency": np.ascontiguousarray(self.frequency, np.float32),
+            **self._level_arrays(),
         }
         save_file(tensors, arrays.with_name(arrays.name + ".new"), {"plan": self.fingerprint()})
         text = json.dumps({**self._document(), "fingerprint": self.fingerprint()}, indent=1) + "\n"
@@ -228,6 +253,7 @@ class Plan:
                 frequency=tensors["frequency"],
                 vram_bytes=parse_bytes(document["vram"]),
                 thresholds=tuple(document["thresholds"]),
+                levels=_levels(tensors),
                 **{k: document[k] for k in _PLAIN_FIELDS},
             )
             written = {**plan._document(), "fingerprint": plan.fingerprint()}
@@ -242,8 +268,16 @@ class Plan:
 
 _PLAIN_FIELDS = (
     *"cache lookahead window activation prediction predictor issue group context batch memory".split(),
-    *"solver trace weights".split(),
+    *"threshold solver trace weights".split(),
 )
+
+
+def _levels(tensors: Mapping[str, np.ndarray]) -> "Levels | None":
+    from dinfer.policies.balanced import Levels
+
+    if "levels.tables" not in tensors:
+        return None
+    return Levels(*(tensors[f"levels.{name}"] for name in ("gpu", "cpu", "tables", "expected")))
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

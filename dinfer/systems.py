@@ -141,7 +141,7 @@ def predict(
     predictions = with_predictor(decoded, recall, precision, seed)
     density = decoded.density
     recalls, precisions = np.full(len(density), recall), np.full(len(density), precision)
-    tables = np.zeros((len(density), 4, 1))
+    tables = np.zeros((len(density), 5, 1))
     if recall < 1 and precision < 1:
         tables = THRESHOLDS[threshold]().init(recalls, false_chance(recalls, precisions, density), density)
     return Predictor(predictions, predictor_rank(trace.spec, share), tables)
@@ -154,7 +154,7 @@ def perfect(trace: Trace) -> Predictor:
 
 def fixed(predictor: Predictor) -> Predictor:
     """The same predictor with the static threshold on both sides."""
-    return predictor._replace(thresholds=np.zeros((0, 4, 0)))
+    return predictor._replace(thresholds=np.zeros((0, 5, 0)))
 
 
 def neuron_plan(

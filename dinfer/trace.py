@@ -22,7 +22,7 @@ from dinfer.model import ModelSpec
 FORMAT = "dinfer-trace"
 VERSION = 1
 TOKEN_COLUMNS = ("id", "sequence", "position", "phase")
-ARRAYS = {"active": "<u8", "score": "|u1", "contribution": "|u1", "hidden": "<f2"}
+ARRAYS = {"active": "<u8", "score": "|u1", "contribution": "|u1", "hidden": "<f2", "gate": "|u1"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,11 @@ class Trace:
 
     ``tokens``: table of ``id``, ``sequence``, ``position`` (int32) and ``phase`` ("prefill" or "decode").
     ``active``: uint64 [token, layer, words], bit-packed active sets.
-    ``score``, ``contribution``: uint8 [token, layer, neuron] or None, on the scale of ``encode_levels``.
+    ``score``, ``contribution``, ``gate``: uint8 [token, layer, neuron] or None, on the scale of ``encode_levels``;
+    ``gate`` is the magnitude of act(gate), of gated magnitude kinds.
     ``hidden``: float16 [token, layer, hidden] or None, the un-normalised residual after attention.
     ``meta``: how it was made; ``kind`` is "recorded" or "synthetic", ``thresholds`` [layers] the activity thresholds,
-    ``score_scale`` and ``contribution_scale`` [layers] the values of code 255.
+    ``score_scale``, ``contribution_scale`` and ``gate_scale`` [layers] the values of code 255.
     """
 
     spec: ModelSpec
@@ -44,6 +45,7 @@ class Trace:
     score: np.ndarray | None = None
     contribution: np.ndarray | None = None
     hidden: np.ndarray | None = None
+    gate: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -82,6 +84,7 @@ class Trace:
             score=take(self.score),
             contribution=take(self.contribution),
             hidden=take(self.hidden),
+            gate=take(self.gate),
         )
         picked.__dict__.pop("frequency", None)
         return picked
@@ -230,6 +233,7 @@ def array_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "score": per_neuron,
         "contribution": per_neuron,
         "hidden": (spec.layers, spec.hidden),
+        "gate": per_neuron,
     }
 
 

@@ -16,6 +16,7 @@ from dinfer.machine import Cost, Device, Link, Machine, layer_costs
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 from dinfer.plan import Plan
+from dinfer.policies.balanced import Levels
 from dinfer.policies.hot_predicted import HotPredicted
 
 SPEC = ModelSpec(
@@ -50,6 +51,13 @@ PLAN = Plan(
     vram_bytes=4096,
     memory={"neurons": 384},
     solver={"name": "greedy", "objective": 2.0},
+)
+
+LEVELS = Levels(
+    np.array([[0.5, 0.25], [0.5, 0]], np.float32),
+    np.array([[0, 0.125], [0, 0.25]], np.float32),
+    np.arange(20.0).reshape(2, 5, 2),
+    np.array([[1, 1, 1, 2], [0, 1, 2, 3]]),
 )
 
 TEXT = """\
@@ -180,6 +188,9 @@ TEXT = """\
   "neurons": 384
  },
  "thresholds": [],
+ "threshold": {
+  "name": "fixed"
+ },
  "slots": [
   2,
   1
@@ -188,12 +199,12 @@ TEXT = """\
   "name": "greedy",
   "objective": 2.0
  },
- "fingerprint": "4305c2d61ed3bef7"
+ "fingerprint": "7e45aba89e01336d"
 }
 """
 
 ARRAYS = (
-    b'{"__metadata__":{"plan":"4305c2d61ed3bef7"},'
+    b'{"__metadata__":{"plan":"7e45aba89e01336d"},'
     b'"resident":{"dtype":"U64","shape":[2,1],"data_offsets":[0,16]},'
     b'"frequency":{"dtype":"F32","shape":[2,4],"data_offsets":[16,48]}}'
 )
@@ -233,6 +244,18 @@ def test_a_plan_comes_back_equal(saved):
             assert getattr(plan, field.name) == getattr(PLAN, field.name), field.name
     assert (plan.placement.resident == PLACEMENT.resident).all()
     assert (plan.frequency == FREQUENCY).all()
+
+
+def test_levels_come_back_equal_and_are_part_of_the_plan(tmp_path):
+    plan = replace(PLAN, threshold={"name": "balanced"}, levels=LEVELS)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    for name in ("gpu", "cpu", "tables", "expected"):
+        assert (getattr(again.levels, name) == getattr(LEVELS, name)).all()
+    assert replace(plan, levels=replace(LEVELS, gpu=LEVELS.gpu / 2)) != plan
+    with refuses("levels: gpu has shape (1, 2); it must be (2, 2)"):
+        replace(LEVELS, gpu=LEVELS.gpu[:1])
 
 
 def test_saving_again_replaces_and_leaves_nothing_else(saved):
@@ -295,6 +318,7 @@ def test_a_float64_frequency_is_saved_as_float32(tmp_path):
         {"placement": Placement.hottest(FREQUENCY, np.array([1, 2]))},
         {"machine": replace(MACHINE, dram_bytes_per_second=3e9)},
         {"spec": replace(SPEC, name="other")},
+        {"threshold": {"name": "balanced"}, "levels": LEVELS},
     ],
 )
 def test_whatever_differs_makes_another_plan(change):
@@ -406,6 +430,12 @@ def test_an_edited_field_is_found(saved, name, value):
         ("window", -1, "window is -1 neurons; it must be 0 or more, or left out to be sized"),
         ("activation", "guess", "activation 'guess' is not one of exact, predicted"),
         ("prediction", "crystal", "prediction 'crystal' is not one of oracle, previous, trained"),
+        ("threshold", {"name": "magic"}, "threshold 'magic' is not one of fixed, balanced"),
+        (
+            "threshold",
+            {"name": "balanced"},
+            "threshold 'balanced' and levels do not belong together; plan again",
+        ),
         ("issue", "mail", "issue 'mail' is not one of copy, block, gather"),
         ("group", 24, "group is 24 with issue gather, which moves all at once; leave it 1 or plan with copy"),
         ("group", 0, "group is 0 neurons; it must be between 1 and 64"),

@@ -407,7 +407,7 @@ FALSE = false_chance(RECALL, np.array([0.88, 0.47]), DENSITY)
 
 def test_tables_are_the_two_normal_distributions():
     tables = Balanced(levels=40, width=0.25).init(RECALL, FALSE, DENSITY)
-    assert tables.shape == (2, 4, 41)
+    assert tables.shape == (2, 5, 41)
     np.testing.assert_array_equal(tables[:, :, 0], 0)
     assert (np.diff(tables) >= 0).all()
     predicted = DENSITY * RECALL + (1 - DENSITY) * FALSE
@@ -427,7 +427,7 @@ def test_tables_are_the_two_normal_distributions():
 def test_balancing_keeps_the_error_and_never_makes_a_layer_slower(hits, spare, misses, layer, slow):
     table = Balanced().init(RECALL, FALSE, DENSITY)[layer]
     costs = COSTS._replace(cpu_neuron_seconds=slow * COSTS.gpu_neuron_seconds)
-    low, high = balance(table, costs, hits, spare, misses)
+    low, high = balance(table, costs, hits, spare, misses, 0)
 
     def seconds(low, high):
         gpu = hits + added_neurons(table, low, spare)
@@ -449,13 +449,13 @@ def test_balancing_keeps_the_error_and_never_makes_a_layer_slower(hits, spare, m
 
 def test_fixed_thresholds_never_move():
     table = THRESHOLDS["fixed"]().init(RECALL, FALSE, DENSITY)
-    assert table.shape == (2, 4, 1)
-    assert tuple(balance(table[0], COSTS, 10, 1000, 1000)) == (0, 0)
+    assert table.shape == (2, 5, 1)
+    assert tuple(balance(table[0], COSTS, 10, 1000, 1000, 0)) == (0, 0)
 
 
 def test_a_fast_cpu_keeps_its_neurons():
     table = Balanced().init(RECALL, FALSE, DENSITY)[0]
-    assert tuple(balance(table, COSTS._replace(cpu_neuron_seconds=0.0), 2000, 1000, 100)) == (0, 0)
+    assert tuple(balance(table, COSTS._replace(cpu_neuron_seconds=0.0), 2000, 1000, 100, 0)) == (0, 0)
 
 
 @pytest.mark.parametrize("values", [{"levels": 0}, {"width": 0.0}])
@@ -480,7 +480,7 @@ def test_the_replay_balances_as_the_step_does(small):
             hits, misses = count_split(predictor.predictions[token, layer], resident[layer])
             spare = slots[layer] - hits
             table = predictor.thresholds[layer]
-            low, high = balance(table, plan.costs, hits, spare, misses)
+            low, high = balance(table, plan.costs, hits, spare, misses, 0)
             gained = round(table[RECOVERED, low] * spare), -round(table[LOST, high] * misses)
             assert run.work[token, layer, :2].tolist() == (still.work[token, layer, :2] + gained).tolist()
     assert run.timeline.seconds < still.timeline.seconds

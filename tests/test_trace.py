@@ -98,12 +98,12 @@ def test_save_and_load_give_the_same_trace(tmp_path):
     random = np.random.default_rng(0)
     levels = random.integers(0, 256, (300, 2, 70)).astype(np.uint8)
     hidden = random.standard_normal((300, 2, 4)).astype(np.float16)
-    trace = Trace(SPEC, table, active, {"kind": "synthetic"}, levels, levels // 2, hidden)
+    trace = Trace(SPEC, table, active, {"kind": "synthetic"}, levels, levels // 2, hidden, levels // 3)
     trace.save(tmp_path / "t")
     loaded = Trace.load(tmp_path / "t")
     assert loaded.spec == SPEC
     assert loaded.meta == {"kind": "synthetic"}
-    for name in ("active", "score", "contribution", "hidden"):
+    for name in ("active", "score", "contribution", "hidden", "gate"):
         assert np.array_equal(getattr(loaded, name), getattr(trace, name))
     assert loaded.fingerprint == trace.fingerprint
     assert loaded.summary().to_dict("records") == trace.summary().to_dict("records")
@@ -244,8 +244,8 @@ def test_foreign_directories_are_refused(tmp_path):
     [
         ({"version": 2}, "DIR/meta.json has version 2, this dinfer reads up to 1; upgrade dinfer"),
         (
-            {"arrays": {"active": "<u8", "gate": "|u1"}},
-            "DIR/meta.json names the array 'gate'; known are active, score, contribution, hidden",
+            {"arrays": {"active": "<u8", "gates": "|u1"}},
+            "DIR/meta.json names the array 'gates'; known are active, score, contribution, hidden, gate",
         ),
         (
             {"arrays": {"score": "|u1"}},

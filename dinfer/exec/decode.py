@@ -96,8 +96,9 @@ class Running:
         self.family = FAMILIES[spec.family]
         self.policy = self.plan.policy
         self.schedules = self.policy.moves or self.plan.activation == "predicted"
-        self.believe(self.plan.costs)
         self.value_thresholds = self.plan.value_thresholds
+        self.gpu_thresholds = self.value_thresholds
+        self.believe(self.plan.costs)
         self.predictions = np.zeros((spec.layers, spec.words), np.uint64)
         self.fetch, self.evict = np.zeros(spec.words, np.uint64), np.zeros(spec.words, np.uint64)
         self._compile()
@@ -106,6 +107,14 @@ class Running:
         """Let decisions from here on depend on ``costs``."""
         self.costs = costs
         self.parameters = self.policy.parameters(self.plan.beliefs._replace(costs=costs))
+        self.balance()
+
+    def balance(self) -> None:
+        """Choose each side's thresholds by the believed costs: again whenever these have moved."""
+        if self.plan.levels is not None:
+            chosen = self.plan.levels.thresholds(self.plan.levels.choose(self.costs))
+            self.gpu_thresholds = chosen[:, 0]
+            self.workers.gate_thresholds = chosen[:, 1].tolist()
 
     def _compile(self) -> None:
         """Call the small compiled functions once, on nothing, before the clock runs."""
@@ -257,14 +266,14 @@ def wait(run: Running, layer: int) -> None:
 
 
 def ffn_gpu(run: Running, layer: int, x: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sums [sequence, hidden] and values [sequence, neuron] of the neurons in the GPU's share."""
+    """Partial sums [sequence, hidden] and values [sequence, neuron] of the neurons in the GPU's share, or 0."""
     if not len(share.gpu_ids):
         return torch.zeros_like(x), x.new_zeros(len(x), 0)
-    if run.graphs is not None and share.slots is None:
+    if run.graphs is not None and share.slots is None and run.plan.levels is None:  # graphs hold one threshold
         total, values = run.graphs.ffn(layer)
     else:
         bias = None if run.bank.slot_bias is None else run.bank.slot_bias[layer]
-        threshold = float(run.value_thresholds[layer])
+        threshold = float(run.gpu_thresholds[layer])
         total, values = run.kernel(run.bank.slots[layer], x, run.plan.spec, bias, threshold, share.slots)
     run.clock.lap(layer, "ffn_gpu", len(share.gpu_ids))
     return total, values
@@ -292,12 +301,16 @@ def observe(
 def settle(run: Running, layer: int) -> None:
     """Learn from what was seen last: the next token's prediction, and the log of the work.
 
-    Before the layer's neurons are swapped, which changes ``gpu_ids``.
+    Before the layer's neurons are swapped, which changes ``gpu_ids``. Where the GPU's threshold is lower than the
+    plan's, it computes neurons that are not active; those that the CPU leaves out by their gates are not known to be.
     """
     if (seen := run.seen.pop(layer, None)) is None:
         return
-    active = np.zeros(run.plan.spec.words, np.uint64)
-    on_gpu = add_members(active, seen.gpu_ids, largest(seen.gpu_values()))
+    active, values = np.zeros(run.plan.spec.words, np.uint64), largest(seen.gpu_values())
+    on_gpu = np.count_nonzero(values)
+    if run.gpu_thresholds[layer] < run.value_thresholds[layer]:
+        values = np.where(np.abs(values) > run.value_thresholds[layer], values, 0)
+    add_members(active, seen.gpu_ids, values)
     on_cpu = 0 if seen.partial is None else add_members(active, seen.partial.ids, largest(seen.partial.values))
     run.predictions[layer] = active
     fetched = run.fetched.get(layer, NO_IDS)

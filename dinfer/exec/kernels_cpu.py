@@ -339,6 +339,7 @@ def ffn_cpu(
     bias: np.ndarray | None = None,
     active: np.ndarray | None = None,
     predicted: bool = False,
+    gate_threshold: float = 0.0,
 ) -> int:
     """Add the neurons ``ids`` of a layer, applied to ``x``, to ``out``; return how many are active.
 
@@ -347,7 +348,8 @@ def ffn_cpu(
     act(gate) * up, or 0 where inactive; active bool [n] who is active (a dReLU's value may be 0).
     bias float32 [neuron] is added to up, or to the only pre-activation if ungated.
     threshold, rounded to float32: ReLU kinds are inactive iff gate <= threshold, their up and down
-    then stay unread; magnitude kinds iff abs(value) <= threshold, their down then does.
+    then stay unread; magnitude kinds iff abs(value) <= threshold, their down then does, or, where
+    gate_threshold is above 0, iff abs(act(gate)) <= gate_threshold, as ReLU kinds then.
     predicted says that most of ``ids`` are active, so that whole neurons are asked for ahead of
     time; it changes nothing but the speed.
     """
@@ -356,16 +358,16 @@ def ffn_cpu(
     if active is None:
         active = np.empty(len(ids), np.bool_)
     code = ACTIVATION_CODES[spec.activation]
-    return ffn(rows, x, ids, out, values, active, bias, threshold, code, predicted)
+    return ffn(rows, x, ids, out, values, active, bias, threshold, code, predicted, gate_threshold)
 
 
 @njit(nogil=True, cache=True)
-def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicted):
+def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicted, gate_threshold):
     """``ffn_cpu`` compiled: bias [0] for none, activation of ACTIVATION_CODES, all else alike."""
     weights = rows.reshape(rows.size)
     hidden, gated = rows.shape[2], rows.shape[1] == 3
     size, down = rows.shape[1] * hidden, (rows.shape[1] - 1) * hidden
-    relu, limit = activation <= _DRELU, np.float32(threshold)
+    relu, limit, least = activation <= _DRELU, np.float32(threshold), np.float32(gate_threshold)
     near = _NEAR_BYTES // rows.itemsize
     starts, aheads = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
     factors = np.empty(_GROUP, np.float32)
@@ -379,14 +381,17 @@ def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicte
             gate += bias[ids[j]]
         if relu and gate <= limit:
             continue
+        value = _activate(activation, gate)
+        if least > 0 and abs(value) <= least:
+            continue
         if gated:
-            foreseen = predicted or not relu
+            foreseen = predicted or not (relu or least > 0)
             up = _dot(weights, start + hidden, x, ahead + hidden if foreseen else start + down)
             if bias.size:
                 up += bias[ids[j]]
             if activation == _DRELU:
                 up = max(up, np.float32(0))
-        value = _activate(activation, gate) * up
+        value *= up
         if not relu and abs(value) <= limit:
             continue
         values[j], active[j] = value, True

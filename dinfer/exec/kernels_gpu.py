@@ -27,28 +27,36 @@ def ffn(
     up_bias: torch.Tensor | None,
     value_threshold: float | torch.Tensor,
     picked: torch.Tensor | None = None,
+    gate_threshold: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial sum [tokens, hidden] of the neurons in ``rows`` [neuron, matrix, hidden] and their values.
 
     ``x`` [tokens, hidden] is the FFN's input, ``up_bias`` [neuron] or None; ``picked`` int64 names the rows to
     compute (None: all). The values [tokens, picked] are 0 where a neuron is inactive: its gate is at most
     ``spec.gate_threshold`` (ReLU kinds), or its value's magnitude at most ``value_threshold`` (magnitude kinds, where
-    the threshold is above 0), one for all or [neuron].
+    the threshold is above 0), one for all or [neuron], or the magnitude of its activation at most ``gate_threshold``
+    [neuron].
     """
     if picked is not None:
         rows, up_bias = rows[picked], None if up_bias is None else up_bias[picked]
-    values = neuron_values(rows, x, spec, up_bias)
+    values = neuron_values(rows, x, spec, up_bias, gate_threshold)
     if isinstance(value_threshold, torch.Tensor) or value_threshold > 0:
         values = values.masked_fill(values.abs() <= value_threshold, 0)
     return values @ rows[:, -1], values
 
 
 def neuron_values(
-    rows: torch.Tensor, x: torch.Tensor, spec: ModelSpec, up_bias: torch.Tensor | None
+    rows: torch.Tensor,
+    x: torch.Tensor,
+    spec: ModelSpec,
+    up_bias: torch.Tensor | None,
+    gate_threshold: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What each neuron multiplies its down row by: [tokens, neuron]."""
     gate = F.linear(x, rows[:, 0], up_bias)
     active = activate(gate, spec)
+    if gate_threshold is not None:
+        active = active.masked_fill(active.abs() <= gate_threshold, 0)
     if not spec.gated:
         return active
     up = F.linear(x, rows[:, 1])

@@ -113,7 +113,10 @@ class Scorer:
         run = self.run
         bias = None if run.bank.up_bias is None else run.bank.up_bias[layer].to(x.dtype)
         threshold = thresholds_of(run, layer, way)
-        total, values = kernels_gpu.ffn(run.bank.host[layer], x, run.plan.spec, bias, threshold)
+        gate = gate_thresholds_of(run, layer) if way == "dynamic" else None
+        total, values = kernels_gpu.ffn(
+            run.bank.host[layer], x, run.plan.spec, bias, threshold, gate_threshold=gate
+        )
         self.computed[way] += int(values.count_nonzero())
         self.positions[way] += len(x)
         return total
@@ -139,8 +142,21 @@ def computed_at_once(plan: Plan) -> bool:
 
 
 def thresholds_of(run: Running, layer: int, way: str) -> float | torch.Tensor:
-    """What a neuron's value must exceed, one for all or float32 [neuron]."""
-    return 0.0 if way == "dense" else float(run.value_thresholds[layer])
+    """What a neuron's value must exceed: one number for all, or of each side float32 [neuron]."""
+    if way == "dense":
+        return 0.0
+    if way == "sparse" or run.plan.levels is None:
+        return float(run.value_thresholds[layer])
+    return torch.where(_resident(run, layer), float(run.gpu_thresholds[layer]), float(run.workers.thresholds[layer]))
+
+
+def gate_thresholds_of(run: Running, layer: int) -> torch.Tensor:
+    """What the magnitude of act(gate) must exceed on the CPU: float32 [neuron], -1 for residents."""
+    return torch.where(_resident(run, layer), -1.0, float(run.workers.gate_thresholds[layer]) or -1.0)
+
+
+def _resident(run: Running, layer: int) -> torch.Tensor:
+    return torch.from_numpy(run.bank.slot_of[layer] >= 0)
 
 
 @torch.inference_mode()
@@ -208,7 +224,7 @@ def quality_table(found: Sequence[Quality]) -> pd.DataFrame:
 def ways_of(plan: Plan) -> tuple[str, ...]:
     """The ways in which ``plan`` can compute that differ: dense always."""
     sparse = plan.spec.sparsity_kind == "magnitude"
-    dynamic = plan.activation == "predicted"
+    dynamic = plan.activation == "predicted" or plan.levels is not None
     return ("dense", *("sparse",) * sparse, *("dynamic",) * dynamic)
 
 

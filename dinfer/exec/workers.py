@@ -39,6 +39,7 @@ class Workers:
         self.rows = [_view(bank, layer, VIEWS[kind]) for layer in range(bank.host.shape[0])]
         self.biases = None if bank.up_bias is None else bank.up_bias.numpy()
         self.thresholds = [spec.gate_threshold if spec.sparsity_kind == "relu" else t for t in plan.value_thresholds]
+        self.gate_thresholds = [0.0] * spec.layers
         self.jobs: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(threads)]
         self.parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -101,7 +102,7 @@ class Workers:
             for sequence in range(len(x)):
                 active += ffn_cpu(
                     self.spec, self.rows[layer], x[sequence], ids[part], total[sequence], values[sequence, part],
-                    self.thresholds[layer], bias, predicted=self.predicted,
+                    self.thresholds[layer], bias, predicted=self.predicted, gate_threshold=self.gate_thresholds[layer],
                 )  # fmt: skip
         end = time.perf_counter()
         if first:

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.activations import ACT2FN
 
 from dinfer.errors import InputError
 from dinfer.families import ffn_sites
+from dinfer.model import ModelSpec
 from dinfer.record.generate import Loaded, Sampling, generate, listening, thresholded
 
 HEADROOM = 2.0
@@ -24,14 +26,16 @@ HISTOGRAM_SHIFT = 14
 class Calibration:
     """Thresholds and scales [layers] of one model, and what the thresholds cost on text that did not set them.
 
-    ``thresholds``, ``score_scale``, ``contribution_scale``: float32. ``sparsity`` and ``output_error`` (the relative
-    error of the FFN's output, mean over tokens) are per layer. ``tokens`` were heard, ``held_out`` says whether the
-    costs come from other prompts than the thresholds. Of ReLU kinds the costs are 0: nothing active is dropped.
+    ``thresholds``, ``score_scale``, ``contribution_scale``, ``gate_scale``: float32. ``sparsity`` and
+    ``output_error`` (the relative error of the FFN's output, mean over tokens) are per layer. ``tokens`` were heard,
+    ``held_out`` says whether the costs come from other prompts than the thresholds. Of ReLU kinds the costs are 0:
+    nothing active is dropped.
     """
 
     thresholds: np.ndarray
     score_scale: np.ndarray
     contribution_scale: np.ndarray
+    gate_scale: np.ndarray
     sparsity: np.ndarray
     output_error: np.ndarray
     perplexity_dense: float
@@ -84,6 +88,7 @@ def calibrate(
         thresholds=given,
         score_scale=HEADROOM * magnitudes.score,
         contribution_scale=HEADROOM * magnitudes.contribution,
+        gate_scale=HEADROOM * magnitudes.gate,
         sparsity=errors.inactive / errors.heard / loaded.spec.neurons,
         output_error=errors.error / errors.heard,
         perplexity_dense=dense,
@@ -123,6 +128,11 @@ def checked_thresholds(loaded: Loaded, sparsity: float | None, thresholds: Any) 
     if not 0 < sparsity < 1:
         raise InputError(f"{name}: sparsity is {sparsity:g}; it must lie between 0 and 1")
     return None
+
+
+def activated(gate: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    """|act(gate)| in float32, of magnitude kinds."""
+    return ACT2FN["silu" if spec.activation == "silu" else "gelu_pytorch_tanh"](gate.float()).abs()
 
 
 def down_norms(loaded: Loaded) -> list[torch.Tensor]:
@@ -167,7 +177,7 @@ class _Magnitudes:
         self.spec, self.norms = loaded.spec, down_norms(loaded)
         self.bins = np.zeros((self.spec.layers, 2 ** (31 - HISTOGRAM_SHIFT)), np.int64)
         self.score = np.full(self.spec.layers, np.finfo(np.float32).tiny, np.float32)
-        self.contribution = self.score.copy()
+        self.contribution, self.gate = self.score.copy(), self.score.copy()
 
     def __call__(self, layer: int, hidden: torch.Tensor, gate: torch.Tensor, value: torch.Tensor) -> None:
         magnitude = value.float().abs()
@@ -176,6 +186,8 @@ class _Magnitudes:
         self.score[layer] = max(self.score[layer], score)
         contribution = float((magnitude * self.norms[layer]).max())
         self.contribution[layer] = max(self.contribution[layer], contribution)
+        if not relu:
+            self.gate[layer] = max(self.gate[layer], float(activated(gate, self.spec).max()))
         codes = magnitude.cpu().numpy().view(np.uint32) >> HISTOGRAM_SHIFT
         self.bins[layer] += np.bincount(codes.ravel(), minlength=self.bins.shape[1])
 

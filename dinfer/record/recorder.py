@@ -18,7 +18,8 @@ import torch
 
 from dinfer import bits
 from dinfer.errors import InputError
-from dinfer.record.calibrate import Calibration, calibrate, checked_thresholds, down_norms
+from dinfer.model import ModelSpec
+from dinfer.record.calibrate import Calibration, activated, calibrate, checked_thresholds, down_norms
 from dinfer.record.generate import Loaded, Sampling, Step, generate, listening, load
 from dinfer.trace import Trace, TraceWriter, encode_levels, refuse_existing
 
@@ -86,7 +87,7 @@ def record(
         made = _made(loaded, calibration, sampling, prompts_name, recorded, max_new_tokens, batch)
         if domains:
             made["domains"] = [domains[i] for i in recorded]
-        arrays = ("score", "contribution") * levels + ("hidden",) * hidden
+        arrays = _arrays(loaded.spec, levels, hidden)
         with TraceWriter(out, loaded.spec, made, arrays) as writer:
             log = _Log(loaded, calibration, arrays)
             used = [encoded[i] for i in recorded]
@@ -143,6 +144,12 @@ def _json_prompt(path: Path, number: int, line: str) -> tuple[str, str]:
         raise InputError(
             f"prompts {path}, line {number}: {line[:40]!r} is no JSON object with a field prompt"
         ) from None
+
+
+def _arrays(spec: ModelSpec, levels: bool, hidden: bool) -> tuple[str, ...]:
+    """What is recorded besides who was active; of a ReLU kind the gate is the score."""
+    gated = spec.gated and spec.sparsity_kind == "magnitude"
+    return ("score", "contribution") * levels + ("hidden",) * hidden + ("gate",) * (levels and gated)
 
 
 def _check_numbers(tokens: int, max_new_tokens: int, batch: int, temperature: float, top_p: float) -> None:
@@ -248,6 +255,7 @@ def _made(
         "thresholds": [float(x) for x in calibration.thresholds],
         "score_scale": [float(x) for x in calibration.score_scale],
         "contribution_scale": [float(x) for x in calibration.contribution_scale],
+        "gate_scale": [float(x) for x in calibration.gate_scale],
         "calibration": calibration.costs(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -349,6 +357,8 @@ class _Log:
         if "contribution" in self.arrays:
             contribution = magnitude.cpu().numpy() * self.norms[layer]
             rows["contribution"] = encode_levels(contribution, scales.contribution_scale[layer])
+        if "gate" in self.arrays:
+            rows["gate"] = encode_levels(activated(gate, self.spec).cpu().numpy(), scales.gate_scale[layer])
         if "hidden" in self.arrays:
             limit = torch.finfo(torch.float16).max
             rows["hidden"] = hidden.float().clamp(-limit, limit).half().cpu().numpy()

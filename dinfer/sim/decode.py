@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, types
 
-from dinfer.policies.balanced import LOST, RECOVERED, added_neurons, balance, dropped_neurons
+from dinfer.policies.balanced import LOST, RECOVERED, added_neurons, balance, dropped_neurons, unread_neurons
 from dinfer.policies.protocol import STEP
 from dinfer.policies.window import COSTS, cpu_seconds, gpu_seconds, sized_window
 from dinfer.policies.words import count_split, inlined, popcount, swap, write_ids
@@ -40,7 +40,8 @@ class Memory(NamedTuple):
 
     The CPU's part waits for ``stepped`` (its neurons are known), the GPU's for ``ready`` (its neurons are there).
     ``fetch`` and ``evict`` [words] are the last decision's sets.
-    ``thresholds`` float64 [layer, 4, levels]: tables of policies.balanced, without levels where they are fixed.
+    ``thresholds`` float64 [layer, 5, levels]: tables of policies.balanced, without levels where they are fixed;
+    ``expected`` int64 [layer, 4]: a mean token's counts, by which exact activation chooses its levels.
     """
 
     resident: np.ndarray
@@ -53,6 +54,7 @@ class Memory(NamedTuple):
     fetch: np.ndarray
     evict: np.ndarray
     thresholds: np.ndarray
+    expected: np.ndarray
 
 
 class Log(NamedTuple):
@@ -73,7 +75,7 @@ _U1, _U2, _U3 = types.uint64[::1], types.uint64[:, ::1], types.uint64[:, :, ::1]
 _I4, _F8 = types.int32[::1], types.float64[::1]
 RULES = types.NamedUniTuple(types.int64, len(Rules._fields), Rules)
 MEMORY = types.NamedTuple(
-    (_U2, types.int64[::1], _U3, _F8, _I4, _I4, _U2, _U1, _U1, types.float64[:, :, ::1]), Memory
+    (_U2, types.int64[::1], _U3, _F8, _I4, _I4, _U2, _U1, _U1, types.float64[:, :, ::1], types.int64[:, ::1]), Memory
 )
 LOG = types.NamedTuple(
     (_F8, types.int32[:, :, ::1], _I4, _I4, _F8, types.int64[::1], types.int32[:, ::1], types.float64[:, ::1], _F8),
@@ -118,24 +120,33 @@ def prefetch(ops, costs, layer, n, after):
 
 
 @inlined
-def balanced(believed, memory, layer, computed):
-    """Neurons that the GPU adds and the CPU drops by the thresholds, and how many of each are active (expected)."""
-    table = memory.thresholds[layer]
+def balanced(believed, rules, memory, layer, computed):
+    """Neurons that the GPU adds and the CPU drops by the thresholds, how many of each are active (expected), and how
+    many fewer the CPU examines.
+
+    Activation that computes its gates learns a token's counts when it has computed them: a mean token's decide.
+    """
+    table, mean = memory.thresholds[layer], memory.expected[layer]
     hits, misses = count_split(computed, memory.resident[layer])
-    spare = memory.slots[layer] - hits
-    low, high = balance(table, believed, hits, spare, misses)
+    spare, cold = memory.slots[layer] - hits, rules.neurons - memory.slots[layer]
+    if rules.exact:
+        low, high = balance(table, believed, mean[0], mean[1], mean[2], mean[3])
+        unread = unread_neurons(table, high, cold)
+        return added_neurons(table, low, spare), dropped_neurons(table, high, misses), np.int64(0), np.int64(0), unread
+    low, high = balance(table, believed, hits, spare, misses, cold)
     found, lost = np.rint(table[RECOVERED, low] * spare), np.rint(table[LOST, high] * misses)
-    return added_neurons(table, low, spare), dropped_neurons(table, high, misses), np.int64(found), np.int64(lost)
+    added, dropped = added_neurons(table, low, spare), dropped_neurons(table, high, misses)
+    return added, dropped, np.int64(found), np.int64(lost), np.int64(0)
 
 
 @inlined
-def ffn(ops, costs, rules, memory, layer, computed, added, dropped, after):
+def ffn(ops, costs, rules, memory, layer, computed, added, dropped, unread, after):
     """Both sides' parts and the merge; the GPU waits for its neurons, then for the CPU's partial sum."""
     resident, slots = memory.resident[layer], memory.slots[layer]
     on_gpu, on_cpu = count_split(computed, resident)
     on_gpu, on_cpu = on_gpu + added, on_cpu - dropped
     cold = rules.neurons - slots
-    examined_gpu, examined_cpu = (slots, cold) if rules.exact else (0, 0)
+    examined_gpu, examined_cpu = (slots, cold - unread) if rules.exact else (0, 0)
     if examined_cpu + on_cpu == 0:
         return ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, after, memory.ready[layer]), on_gpu, on_cpu
     down = issue(ops, D2H, FFN_CPU, layer, costs.state_down_seconds, after, memory.stepped[layer])
@@ -198,10 +209,10 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
         else:
             memory.stepped[layer] = memory.ready[layer] = NONE
         computed = active[layer] if rules.exact else predicted[layer]
-        added, dropped, found, lost = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+        added, dropped, found, lost, unread = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
         if memory.thresholds.shape[2] > 0:
-            added, dropped, found, lost = balanced(believed, memory, layer, computed)
-        before, on_gpu, on_cpu = ffn(ops, costs, rules, memory, layer, computed, added, dropped, here)
+            added, dropped, found, lost, unread = balanced(believed, rules, memory, layer, computed)
+        before, on_gpu, on_cpu = ffn(ops, costs, rules, memory, layer, computed, added, dropped, unread, here)
         if not rules.exact:  # of what was computed
             on_gpu, on_cpu = count_active(active[layer], computed, memory.resident[layer])
             on_gpu, on_cpu = on_gpu + found, max(on_cpu - lost, 0)

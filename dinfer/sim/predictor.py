@@ -27,13 +27,13 @@ class Predictor(NamedTuple):
     """What a replay takes from a predictor.
 
     ``predictions`` uint64 [decode token, layer, words]; ``rank`` of its two matrices, which say what it
-    costs; ``thresholds`` float64 [layer, 4, levels], a threshold policy's tables (policies.balanced), no
+    costs; ``thresholds`` float64 [layer, 5, levels], a threshold policy's tables (policies.balanced), no
     levels: fixed.
     """
 
     predictions: np.ndarray
     rank: int = 0
-    thresholds: np.ndarray = np.zeros((0, 4, 0))
+    thresholds: np.ndarray = np.zeros((0, 5, 0))
 
 
 def with_predictor(

@@ -119,6 +119,7 @@ def _replay(
         fetch=scratch_sets(1, spec.words)[0][: spec.words],
         evict=scratch_sets(1, spec.words)[0][: spec.words],
         thresholds=_tables(plan, predictor),
+        expected=np.zeros((spec.layers, 4), np.int64) if plan.levels is None else plan.levels.expected,
     )
     log = _empty_log(plan, trace, *keep)
     active, predictions = (np.require(a, np.uint64, ["C", "W"]) for a in (trace.active, predictor.predictions))
@@ -139,9 +140,11 @@ def _replay(
 
 
 def _tables(plan: Plan, predictor: Predictor) -> np.ndarray:
-    # exact activation makes no error that a threshold could trade
+    if plan.levels is not None:
+        return np.ascontiguousarray(plan.levels.tables)
+    # exact activation makes no error that a threshold could trade but that of the plan's own thresholds
     if plan.activation == "exact" or not predictor.thresholds.shape[2]:
-        return np.zeros((plan.spec.layers, 4, 0))
+        return np.zeros((plan.spec.layers, 5, 0))
     return np.ascontiguousarray(predictor.thresholds, np.float64)
 
 

@@ -10,11 +10,13 @@ from dinfer.machine import LayerCosts, Machine, layer_costs
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
 from dinfer.plan import Plan
-from dinfer.policies import cache_from_dict, cache_to_dict
+from dinfer.policies import THRESHOLDS, cache_from_dict, cache_to_dict
+from dinfer.policies.balanced import Balanced, Levels
 from dinfer.predictors import Predictors
 from dinfer.solve.budget import memory_breakdown, neuron_capacity, warn_when_everything_fits
 from dinfer.solve.greedy import greedy, served_frequency
 from dinfer.solve.ilp import Solution, ilp
+from dinfer.solve.levels import recorded_levels
 from dinfer.trace import Trace
 
 SOLVERS = ("greedy", "ilp")
@@ -35,6 +37,7 @@ def make_plan(
     window: int | None = None,
     activation: str = "exact",
     prediction: str = "previous",
+    threshold: str = "fixed",
     issue: str | None = None,
     group: int = 1,
     spec: ModelSpec | None = None,
@@ -52,7 +55,8 @@ def make_plan(
     to a predictor that is only counted. A trained ``predictor`` makes the prediction "trained",
     and its bytes count. The other arguments are those of
     Plan; ``window`` bounds one prefetch and is not the solver's. When everything fits, every
-    neuron is resident whatever the solver, with a PlanWarning. Raises InputError for a budget
+    neuron is resident whatever the solver, with a PlanWarning. ``threshold`` is one of THRESHOLDS; balanced
+    ones are made from the trace's scores and contributions. Raises InputError for a budget
     below the dense part, an empty trace, a trace of another model, or one of a magnitude kind
     without thresholds.
     """
@@ -75,10 +79,11 @@ def make_plan(
         solution = _greedy_solution(frequency, capacity)
     else:
         solution = _solve(solver, frequency, capacity, costs, solver_options or {})
+    placement = Placement.hottest(frequency, solution.slots)
     return Plan(
         spec=spec,
         machine=machine,
-        placement=Placement.hottest(frequency, solution.slots),
+        placement=placement,
         frequency=frequency,
         cache=policy,
         lookahead=lookahead,
@@ -93,6 +98,8 @@ def make_plan(
         batch=batch,
         memory=memory,
         thresholds=thresholds,
+        threshold={"name": threshold},
+        levels=_levels(trace, placement, threshold),
         solver=_record(solution),
         trace=trace.fingerprint,
         weights=trace.meta.get("weights", ""),
@@ -131,6 +138,13 @@ def _thresholds(trace: Trace, spec: ModelSpec) -> tuple[float, ...]:
             "record it with a wanted sparsity"
         )
     return tuple(float(value) for value in given)
+
+
+def _levels(trace: Trace, placement: Placement, threshold: str) -> Levels | None:
+    if threshold not in THRESHOLDS:
+        raise InputError(f"threshold {threshold!r} is not one of {', '.join(THRESHOLDS)}")
+    policy = THRESHOLDS[threshold]()
+    return recorded_levels(trace, placement, policy) if isinstance(policy, Balanced) else None
 
 
 def _solve(
