@@ -102,9 +102,8 @@ class Plan:
             raise InputError(f"threshold {self.threshold['name']!r} and levels do not belong together; plan again")
         if self.levels is not None and (self.activation != "exact" or self.batch > 1):
             raise InputError(
-                f"threshold 'balanced' is for exact activation of one sequence, not "
-                f"{self.activation!r} of {self.batch}; plan "
-                " with --threshold fixed, or with --activation exact --batch 1"
+                "threshold 'balanced' is for exact activation of one sequence, not "
+                f"{self.activation!r} of {self.batch}; plan with --threshold fixed, or --activation exact --batch 1"
             )
 
     def _check_predictor(self) -> None:
