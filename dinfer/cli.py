@@ -162,8 +162,11 @@ def record(
     sparsity: Annotated[
         float | None, typer.Option(help="wanted share of inactive neurons of a SiLU or GELU model, 0.6 say")
     ] = None,
+    allocate: Annotated[
+        str, typer.Option(help="how layers share the sparsity: greedy, under one error of the model, or uniform")
+    ] = "greedy",
     hidden: Annotated[bool, typer.Option(help="also the residuals, for predictors")] = False,
-    levels: Annotated[bool, typer.Option(help="also 8-bit scores and contributions")] = True,
+    levels: Annotated[bool, typer.Option(help="also 8-bit scores, contributions and gates")] = True,
     new_tokens: Annotated[int, typer.Option(help="most tokens that a prompt is continued by")] = 64,
     batch: Annotated[int, typer.Option(help="prompts at a time")] = 8,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.8,
@@ -187,7 +190,7 @@ def record(
     directory = resolve_model(model)
     with progress("recording", "tokens") as at:
         trace = record_trace(
-            directory, prompts, tokens, written, sparsity=sparsity, hidden=hidden, levels=levels,
+            directory, prompts, tokens, written, sparsity=sparsity, allocation=allocate, hidden=hidden, levels=levels,
             max_new_tokens=new_tokens, batch=batch, seed=seed, temperature=temperature, top_p=top_p, device=device,
             dtype=dtype, progress=at,
         )  # fmt: skip

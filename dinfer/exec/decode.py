@@ -98,6 +98,7 @@ class Running:
         self.schedules = self.policy.moves or self.plan.activation == "predicted"
         self.value_thresholds = self.plan.value_thresholds
         self.gpu_thresholds = self.value_thresholds
+        self.unread = [0] * spec.layers
         self.believe(self.plan.costs)
         self.predictions = np.zeros((spec.layers, spec.words), np.uint64)
         self.fetch, self.evict = np.zeros(spec.words, np.uint64), np.zeros(spec.words, np.uint64)
@@ -112,9 +113,11 @@ class Running:
     def balance(self) -> None:
         """Choose each side's thresholds by the believed costs: again whenever these have moved."""
         if self.plan.levels is not None:
-            chosen = self.plan.levels.thresholds(self.plan.levels.choose(self.costs))
+            levels = self.plan.levels.choose(self.costs)
+            chosen = self.plan.levels.thresholds(levels)
             self.gpu_thresholds = chosen[:, 0]
             self.workers.gate_thresholds = chosen[:, 1].tolist()
+            self.unread = self.plan.levels.unread(levels)
 
     def _compile(self) -> None:
         """Call the small compiled functions once, on nothing, before the clock runs."""
@@ -348,6 +351,6 @@ def planned(run: Running) -> Factors:
         attention += costs.attention_seconds + run.position * costs.attention_token_seconds
         if examined := len(share.gpu_ids):
             gpu += costs.gpu_seconds(examined, on_gpu if exact else examined)
-        if examined := len(share.cpu_ids):
+        if examined := len(share.cpu_ids) - run.unread[layer]:
             cpu += costs.cpu_seconds(examined, on_cpu if exact else examined)
     return Factors(attention, gpu, cpu)

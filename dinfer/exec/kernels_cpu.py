@@ -349,7 +349,7 @@ def ffn_cpu(
     bias float32 [neuron] is added to up, or to the only pre-activation if ungated.
     threshold, rounded to float32: ReLU kinds are inactive iff gate <= threshold, their up and down
     then stay unread; magnitude kinds iff abs(value) <= threshold, their down then does, or, where
-    gate_threshold is above 0, iff abs(act(gate)) <= gate_threshold, as ReLU kinds then.
+    gate_threshold is above 0, iff abs(act(gate)) <= gate_threshold, whose up then does too.
     predicted says that most of ``ids`` are active, so that whole neurons are asked for ahead of
     time; it changes nothing but the speed.
     """
@@ -364,10 +364,12 @@ def ffn_cpu(
 @njit(nogil=True, cache=True)
 def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicted, gate_threshold):
     """``ffn_cpu`` compiled: bias [0] for none, activation of ACTIVATION_CODES, all else alike."""
+    if gate_threshold > 0:
+        return _ffn_in_passes(rows, x, ids, out, values, active, bias, threshold, activation, gate_threshold)
     weights = rows.reshape(rows.size)
     hidden, gated = rows.shape[2], rows.shape[1] == 3
     size, down = rows.shape[1] * hidden, (rows.shape[1] - 1) * hidden
-    relu, limit, least = activation <= _DRELU, np.float32(threshold), np.float32(gate_threshold)
+    relu, limit = activation <= _DRELU, np.float32(threshold)
     near = _NEAR_BYTES // rows.itemsize
     starts, aheads = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
     factors = np.empty(_GROUP, np.float32)
@@ -381,17 +383,14 @@ def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicte
             gate += bias[ids[j]]
         if relu and gate <= limit:
             continue
-        value = _activate(activation, gate)
-        if least > 0 and abs(value) <= least:
-            continue
         if gated:
-            foreseen = predicted or not (relu or least > 0)
+            foreseen = predicted or not relu
             up = _dot(weights, start + hidden, x, ahead + hidden if foreseen else start + down)
             if bias.size:
                 up += bias[ids[j]]
             if activation == _DRELU:
                 up = max(up, np.float32(0))
-        value *= up
+        value = _activate(activation, gate) * up
         if not relu and abs(value) <= limit:
             continue
         values[j], active[j] = value, True
@@ -408,6 +407,47 @@ def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicte
     if waiting:
         for k in range(waiting, _GROUP):
             factors[k], starts[k], aheads[k] = 0, starts[0], starts[0]
+        _add_rows(factors, weights, starts, out, aheads)
+    return found
+
+
+@njit(nogil=True)
+def _ffn_in_passes(rows, x, ids, out, values, active, bias, threshold, activation, gate_threshold):
+    """``ffn`` of a magnitude kind with a gate threshold: all gates, then the ups of those that pass, then the downs.
+
+    Which rows come next is known in each pass, so that each is asked for before it is read and no other is: neuron by
+    neuron, half of the ups would be asked for in vain or too late.
+    """
+    weights = rows.reshape(rows.size)
+    hidden, gated = rows.shape[2], rows.shape[1] == 3
+    size, down = rows.shape[1] * hidden, (rows.shape[1] - 1) * hidden
+    limit, least = np.float32(threshold), np.float32(gate_threshold)
+    kept = np.empty(ids.size, np.int64)
+    passed, found = 0, 0
+    for j in range(ids.size):
+        gate = _dot(weights, ids[j] * size, x, ids[min(j + 1, ids.size - 1)] * size)
+        if not gated and bias.size:
+            gate += bias[ids[j]]
+        values[j], active[j] = _activate(activation, gate), False
+        kept[passed] = j
+        passed += abs(values[j]) > least
+        values[j] = values[j] if abs(values[j]) > least else np.float32(0)
+    for i in range(passed):
+        j = kept[i]
+        if gated:
+            up = _dot(weights, ids[j] * size + hidden, x, ids[kept[min(i + 1, passed - 1)]] * size + hidden)
+            values[j] *= up + bias[ids[j]] if bias.size else up
+        active[j] = abs(values[j]) > limit
+        values[j] = values[j] if active[j] else np.float32(0)
+        kept[found] = j
+        found += active[j]
+    starts, aheads = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
+    factors = np.empty(_GROUP, np.float32)
+    for i in range(0, found, _GROUP):
+        for k in range(_GROUP):
+            j = kept[min(i + k, found - 1)]
+            factors[k], starts[k] = values[j] if i + k < found else 0, ids[j] * size + down
+            aheads[k] = ids[kept[min(i + k + _GROUP, found - 1)]] * size + down
         _add_rows(factors, weights, starts, out, aheads)
     return found
 

@@ -113,6 +113,11 @@ class Levels:
         layers = np.arange(len(chosen))
         return np.stack([self.gpu[layers, chosen[:, 0]], self.cpu[layers, chosen[:, 1]]], axis=1)
 
+    def unread(self, chosen: np.ndarray) -> list[int]:
+        """By how many neurons fewer the CPU examines in each layer at the levels ``chosen``, as ``balance`` counts."""
+        cold = self.expected[:, 3].tolist()
+        return [unread_neurons(*each) for each in zip(self.tables, chosen[:, 1].tolist(), cold, strict=True)]
+
     def relative_error(self, chosen: np.ndarray) -> np.ndarray:
         """Squared contributions [layer] that the levels ``chosen`` lose on the CPU less those that the GPU wins back.
 

@@ -11,12 +11,15 @@ from transformers.activations import ACT2FN
 from dinfer.errors import InputError
 from dinfer.families import ffn_sites
 from dinfer.model import ModelSpec
+from dinfer.record.allocate import STEPS, allocate, curves, sensitivities
 from dinfer.record.generate import Loaded, Sampling, generate, listening, thresholded
 
 HEADROOM = 2.0
 """Code 255 of score and contribution stands for this multiple of the calibration's largest value."""
 
 DEFAULT_SAMPLING = Sampling()
+
+ALLOCATIONS = ("greedy", "uniform")
 
 HISTOGRAM_SHIFT = 14
 """Float bits dropped in the histogram of magnitudes: 17 stay, a relative step of 2**-9."""
@@ -62,21 +65,27 @@ def calibrate(
     *,
     sparsity: float | None = None,
     thresholds: Any = None,
+    allocation: str = "greedy",
     max_new_tokens: int = 64,
     sampling: Sampling = DEFAULT_SAMPLING,
 ) -> Calibration:
     """Thresholds for ``sparsity`` (or the given ones), scales and costs, from dense runs on ``prompts``.
 
+    ``allocation`` is one of ALLOCATIONS: the same sparsity in each layer, or ``sparsity`` in the mean, shared out
+    greedily under one model-wide error (record/allocate.py).
     Every second prompt sets the thresholds, the others measure sparsity, output error and perplexity; a single
     prompt does both. Raises InputError when a magnitude kind has neither or when a ReLU kind has one.
     """
     given = checked_thresholds(loaded, sparsity, thresholds)
     first, second = prompts[::2], prompts[1::2] or prompts
     magnitudes = _Magnitudes(loaded)
-    count = sum(map(len, _texts(loaded, magnitudes, first, max_new_tokens, sampling, 0)))
+    heard = _texts(loaded, magnitudes, first, max_new_tokens, sampling, 0)
+    count = sum(map(len, heard))
     if given is None:
         assert sparsity is not None
         given = magnitudes.quantile(sparsity)
+        if allocation == "greedy":
+            given = _shared_out(loaded, magnitudes, heard, given, sparsity)
     errors = _Errors(loaded, given)
     texts = _texts(loaded, errors, second, max_new_tokens, sampling, len(first))
     dense = perplexity(loaded, texts)
@@ -96,6 +105,16 @@ def calibrate(
         tokens=count + sum(map(len, texts)),
         held_out=len(prompts) > 1,
     )
+
+
+def _shared_out(
+    loaded: Loaded, magnitudes: "_Magnitudes", texts: list[list[int]], uniform: np.ndarray, sparsity: float
+) -> np.ndarray:
+    """Thresholds float32 [layers] of ``sparsity`` in the mean; sensitivities are measured at the ``uniform`` ones."""
+    edges, errors = curves(magnitudes.bins, magnitudes.errors, sum(map(len, texts)))
+    at = errors[:, round(sparsity * STEPS)]
+    parts = allocate(errors, sensitivities(loaded, texts, uniform, at), sparsity)
+    return _Magnitudes.edge(np.take_along_axis(edges, parts[:, None], axis=1)[:, 0])
 
 
 def checked_thresholds(loaded: Loaded, sparsity: float | None, thresholds: Any) -> np.ndarray | None:
@@ -171,11 +190,12 @@ def _texts(
 
 
 class _Magnitudes:
-    """Sink: per layer a histogram of |value|, and the largest score and contribution."""
+    """Sink: per layer histograms of |value| (counts and squared contributions), and the largest of each level."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.spec, self.norms = loaded.spec, down_norms(loaded)
         self.bins = np.zeros((self.spec.layers, 2 ** (31 - HISTOGRAM_SHIFT)), np.int64)
+        self.errors = np.zeros(self.bins.shape)
         self.score = np.full(self.spec.layers, np.finfo(np.float32).tiny, np.float32)
         self.contribution, self.gate = self.score.copy(), self.score.copy()
 
@@ -184,18 +204,23 @@ class _Magnitudes:
         relu = self.spec.sparsity_kind == "relu"
         score = float(gate.max()) - self.spec.gate_threshold if relu else float(magnitude.max())
         self.score[layer] = max(self.score[layer], score)
-        contribution = float((magnitude * self.norms[layer]).max())
-        self.contribution[layer] = max(self.contribution[layer], contribution)
+        contribution = magnitude * self.norms[layer]
+        self.contribution[layer] = max(self.contribution[layer], float(contribution.max()))
         if not relu:
             self.gate[layer] = max(self.gate[layer], float(activated(gate, self.spec).max()))
-        codes = magnitude.cpu().numpy().view(np.uint32) >> HISTOGRAM_SHIFT
-        self.bins[layer] += np.bincount(codes.ravel(), minlength=self.bins.shape[1])
+        codes = (magnitude.cpu().numpy().view(np.uint32) >> HISTOGRAM_SHIFT).ravel()
+        self.bins[layer] += np.bincount(codes, minlength=self.bins.shape[1])
+        self.errors[layer] += np.bincount(codes, contribution.square().cpu().numpy().ravel(), self.bins.shape[1])
 
     def quantile(self, share: float) -> np.ndarray:
         """float32 [layers]: magnitudes below which ``share`` of the values lie, to a step of 2**-9."""
         below = np.cumsum(self.bins, axis=1)
-        edge = np.argmax(below >= share * below[:, -1:], axis=1)
-        return ((edge + 1).astype(np.uint32) << HISTOGRAM_SHIFT).view(np.float32)
+        return self.edge(np.argmax(below >= share * below[:, -1:], axis=1))
+
+    @staticmethod
+    def edge(bins: np.ndarray) -> np.ndarray:
+        """float32: the magnitudes at which ``bins`` end."""
+        return ((bins + 1).astype(np.uint32) << HISTOGRAM_SHIFT).view(np.float32)
 
 
 class _Errors:

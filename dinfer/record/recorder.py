@@ -19,7 +19,7 @@ import torch
 from dinfer import bits
 from dinfer.errors import InputError
 from dinfer.model import ModelSpec
-from dinfer.record.calibrate import Calibration, activated, calibrate, checked_thresholds, down_norms
+from dinfer.record.calibrate import ALLOCATIONS, Calibration, activated, calibrate, checked_thresholds, down_norms
 from dinfer.record.generate import Loaded, Sampling, Step, generate, listening, load
 from dinfer.trace import Trace, TraceWriter, encode_levels, refuse_existing
 
@@ -42,6 +42,7 @@ def record(
     *,
     sparsity: float | None = None,
     thresholds: Sequence[float] | None = None,
+    allocation: str = "greedy",
     hidden: bool = False,
     levels: bool = True,
     max_new_tokens: int = 64,
@@ -60,13 +61,16 @@ def record(
     others are shuffled by ``seed``. ``first_sequence`` starts later in their order, so that several processes record
     parts of one trace, which ``trace.join`` puts together. A row is one token fed to the model: those of the prompt are
     ``prefill``, those that it wrote are ``decode``; ``id`` is the token that went in. ReLU kinds are active iff gate >
-    t. Magnitude kinds need ``sparsity`` or ``thresholds`` [layers]: active iff |value at down's input| > threshold.
-    ``levels`` adds score and contribution, ``hidden`` the float16 residual (clipped to its range). Memory holds one
-    batch. ``progress`` is called with (decode tokens so far, ``tokens``). At temperature 0 each prompt is used once
-    and a shortfall is warned of; else the prompts go round.
+    t. Magnitude kinds need ``sparsity`` or ``thresholds`` [layers]: active iff |value at down's input| > threshold;
+    ``allocation`` is one of calibrate.ALLOCATIONS. ``levels`` adds score and contribution (and gate, of gated magnitude
+    kinds), ``hidden`` the float16 residual (clipped to its range). Memory holds one batch. ``progress`` is called with
+    (decode tokens so far, ``tokens``). At temperature 0 each prompt is used once and a shortfall is warned of; else the
+    prompts go round.
     Raises InputError for bad input before anything is written.
     """
     _check_numbers(tokens, max_new_tokens, batch, temperature, top_p)
+    if allocation not in ALLOCATIONS:
+        raise InputError(f"allocation {allocation!r} is not one of {', '.join(ALLOCATIONS)}")
     refuse_existing(Path(out))
     texts, prompts_name, domains = _prompts(prompts)
     loaded = load(model_dir, device, dtype)
@@ -81,6 +85,7 @@ def record(
             [encoded[i] for i in kept_out],
             sparsity=sparsity,
             thresholds=thresholds,
+            allocation=allocation,
             max_new_tokens=min(max_new_tokens, CALIBRATION_NEW_TOKENS),
             sampling=sampling._replace(seed=seed + 1),
         )
