@@ -8,6 +8,7 @@ Each step that is done already is taken from the working directory, so a stopped
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -90,28 +91,13 @@ def predictor_of(trace: Trace, out: Path, settings: Settings) -> Predictors:
         return train(trace, out, settings, at)
 
 
-def at_bounds(predictors: Predictors, trace: Trace, rows: np.ndarray) -> dict[float, Predictors]:
-    """The same predictors with the operating threshold of each bound, chosen on the validation prompts."""
-    score = judge.predictor_score(predictors)
-    curves = judge.Curves.measure(trace, rows, [score], predictors.lookahead, judge.LOGITS)[0]
-    return {bound: replace(predictors, thresholds=thresholds(curves, bound)) for bound in BOUNDS}
-
-
-def sizes(trace: Trace, predictors: Predictors, rows: np.ndarray, frequency: np.ndarray) -> pd.DataFrame:
+def sizes(curves: Mapping[str, judge.Curves]) -> pd.DataFrame:
     """Recall of each way at as many predicted as active, and the share of the neurons that it needs for each bound."""
-    k = predictors.lookahead
-    ways = {"static": judge.static_score(frequency), "previous": judge.previous_score(frequency)}
-    ways["oracle"] = judge.oracle_score
-    curves = dict(
-        zip(ways, judge.Curves.measure(trace, rows, list(ways.values()), k, judge.PLACES), strict=True)
-    )
-    score = judge.predictor_score(predictors)
-    curves = {"predictor": judge.Curves.measure(trace, rows, [score], k, judge.LOGITS)[0]} | curves
     table = []
     for name, curve in curves.items():
         row = {"way": name, "matched_recall": curve.at_density(curve.density)["recall"].mean()}
         for bound in BOUNDS:
-            row[f"size_{bound:g}"] = curve.at_missed(np.full(trace.spec.layers, bound)).mean()
+            row[f"size_{bound:g}"] = curve.at_missed(np.full(len(curve.density), bound)).mean()
         table.append(row)
     return pd.DataFrame(table)
 
@@ -124,46 +110,43 @@ def spread(rows: np.ndarray, most: int) -> np.ndarray:
 def judged(
     name: str, trace: Trace, home: Path, settings: Settings, model: Any, tokens: int, texts: int
 ) -> dict[str, Any]:
-    """All figures of one predictor."""
-    parts = judge.split(trace, settings.hold_out)
-    predictors = predictor_of(trace, home / name, settings)
-    frequency, test = judge.frequency_of(trace, parts.train), spread(parts.test, tokens)
-    points = at_bounds(predictors, trace, spread(parts.validation, tokens))
+    """All figures of one predictor: thresholds by missed contribution on validation prompts, judged on the test's."""
+    spec, parts = trace.spec, judge.split(trace, settings.hold_out)
+    predictors = predictor_of(trace, home / name.replace(" ", "-").replace(",", ""), settings)
+    validation, test = spread(parts.validation, tokens), spread(parts.test, tokens)
+    score = judge.predictor_score(predictors), judge.LOGITS
+    chooses = judge.Curves.measure(trace, validation, [score], predictors.lookahead)[0]
+    curves = judge.ways(predictors, trace, test, judge.frequency_of(trace, parts.train))
     curve = []
-    for bound, point in points.items():
-        row = {"bound": bound, "predicted": float(np.mean(point_size(point, trace, test)))}
+    for bound in BOUNDS:
+        point = replace(predictors, thresholds=thresholds(chooses, bound))
+        at = curves["trained"].at(judge.nearest_edge(point.cuts))
+        row = {"bound": bound} | {key: float(values.mean()) for key, values in at.items()}
         if model is not None:
             row |= perplexities(model, point, texts_of(trace, parts.test, texts)).iloc[0].to_dict()
         print(name, row, file=sys.stderr, flush=True)
         curve.append(row)
     chosen = next((r["bound"] for r in reversed(curve) if r.get("ratio", np.inf) <= 1.05), BOUNDS[0])
-    layers = judge.evaluate(points[chosen], trace, test, frequency)
-    modes = judge.modes(layers, points[chosen])
-    spec = trace.spec
+    point = replace(predictors, thresholds=thresholds(chooses, chosen))
+    layers = judge.evaluate(point, curves)
+    modes = judge.modes(layers, point)
     return {
         "name": name,
-        "model": trace.spec.name,
+        "model": spec.name,
         "settings": {**asdict(settings), "hold_out": list(settings.hold_out)},
-        "tokens": {"trained": len(parts.train), "validated": len(parts.validation), "judged": len(test)},
+        "tokens": {"trained": len(parts.train), "validated": len(validation), "judged": len(test)},
         "ranks": list(predictors.ranks),
         "bytes": predictors.bytes,
         "share": predictors.bytes / (2 * spec.layers * spec.neurons * spec.matrices * spec.hidden),
         "density": float(layers["density"].mean()),
         "chosen_bound": chosen,
         "curve": curve,
-        "ways": sizes(trace, predictors, test, frequency).to_dict("records"),
+        "ways": sizes(curves).to_dict("records"),
         "layers": layers.to_dict("records"),
-        "calibration": judge.calibrate_curve(points[chosen], trace, test).to_dict("records"),
+        "calibration": judge.calibration(curves["trained"]).to_dict("records"),
         "modes": modes.to_dict("records"),
         "advice": judge.advice(modes),
     }
-
-
-def point_size(predictors: Predictors, trace: Trace, rows: np.ndarray) -> np.ndarray:
-    """Predicted density of each layer."""
-    score = judge.predictor_score(predictors)
-    curves = judge.Curves.measure(trace, rows, [score], predictors.lookahead, judge.LOGITS)[0]
-    return curves.at(judge.nearest_edge(predictors.cuts))["predicted"]
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
@@ -207,7 +190,7 @@ def main(
     judge_tokens: Annotated[int, typer.Option(help="tokens to judge on")] = 4096,
     texts: Annotated[int, typer.Option(help="sequences whose perplexity is measured; 0: none")] = 24,
     processes: Annotated[int, typer.Option(help="that record")] = 2,
-    epochs: Annotated[int, typer.Option(help="at most")] = 6,
+    epochs: Annotated[int, typer.Option(help="at most")] = 4,
 ) -> None:
     """Record, train, judge; results are added to what the output holds of other models."""
     directory = resolve_model(model)

@@ -28,7 +28,7 @@ def train_predictor(
     hold_out: Annotated[
         str, typer.Option(help="domains of prompts, with commas, that it is not trained on", show_default=False)
     ] = "",
-    epochs: Annotated[int, typer.Option(help="at most so many passes; a layer that gets no better stops")] = 6,
+    epochs: Annotated[int, typer.Option(help="at most so many passes; a layer that gets no better stops")] = 4,
     seed: Annotated[int, typer.Option(help="of the order of the tokens")] = 0,
     force: Force = False,
 ) -> None:
@@ -65,7 +65,8 @@ def eval_predictor(
     import numpy as np
 
     from dinfer.predictors import Predictors
-    from dinfer.record.judge import advice, calibrate_curve, evaluate, frequency_of, modes, split
+    from dinfer.record.judge import advice, evaluate, frequency_of, modes, split, ways
+    from dinfer.record.judge import calibration as calibration_curve
     from dinfer.report import print_table, progress
     from dinfer.trace import Trace
 
@@ -76,10 +77,11 @@ def eval_predictor(
     rows = parts.test if len(parts.test) else parts.validation
     rows = rows[np.linspace(0, len(rows) - 1, min(tokens, len(rows))).round().astype(int)]
     with progress("judging", "tokens") as at:
-        if calibration:
-            print_table(calibrate_curve(read, used, rows, at), output)
-            return
-        frame = evaluate(read, used, rows, frequency_of(used, parts.train), at)
+        curves = ways(read, used, rows, frequency_of(used, parts.train), at)
+    if calibration:
+        print_table(calibration_curve(curves["trained"]), output)
+        return
+    frame = evaluate(read, curves)
     print_table(frame, output)
     judged = ", ".join(parts.test_domains) or "prompts that stopped the training"
     note(f"judged on {len(rows)} tokens of {judged}")

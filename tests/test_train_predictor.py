@@ -73,6 +73,10 @@ def ruled(tokens: int = 2400, seed: int = 0, rank: int = 3, length: int = 40) ->
     return Trace(SPEC, table, bits.pack(active), made, contribution=contribution, hidden=hidden)
 
 
+def judged(predictors: Predictors, trace: Trace, rows: np.ndarray, frequency: np.ndarray) -> pd.DataFrame:
+    return judge.evaluate(predictors, judge.ways(predictors, trace, rows, frequency))
+
+
 FEW = Settings(share=0.5, hold_out=("rivers",), epochs=4, batch=256)
 
 
@@ -87,7 +91,7 @@ def test_a_low_rank_rule_is_learnt(trained):
     """Far better than the static hot set and the token before on domains never seen, and near the noise's limit."""
     trace, predictors = trained
     parts = judge.split(trace, ("rivers",))
-    frame = judge.evaluate(predictors, trace, parts.test, judge.frequency_of(trace, parts.train))
+    frame = judged(predictors, trace, parts.test, judge.frequency_of(trace, parts.train))
     assert (frame["matched_recall"] > frame["static_matched_recall"] + 0.15).all()
     assert (frame["matched_recall"] > frame["previous_matched_recall"] + 0.15).all()
     assert (frame["recall"] > frame["static_recall"]).all()
@@ -110,7 +114,7 @@ def test_it_stays_within_its_share_and_bound(trained):
     whole = SPEC.layers * SPEC.neurons * 3 * SPEC.hidden * 2
     assert predictors.bytes <= 0.5 * whole
     rows = judge.split(trace, ("rivers",)).validation
-    frame = judge.evaluate(predictors, trace, rows, trace.frequency)
+    frame = judged(predictors, trace, rows, trace.frequency)
     assert (frame["missed"] <= 0.2 + 1e-9).all()
     assert np.allclose(frame["missed"], predictors.quality["missed"], atol=0.02)
     assert np.allclose(frame["density"], predictors.quality["density"], atol=1e-4)
@@ -186,7 +190,7 @@ def test_widths_go_where_recall_is_won():
 def test_curves_are_those_of_brute_force(trained):
     trace, predictors = trained
     rows = judge.split(trace, ("rivers",)).test[::3]
-    curves = judge.Curves.measure(trace, rows, [judge.predictor_score(predictors)], 1, judge.LOGITS)[0]
+    curves = judge.ways(predictors, trace, rows, trace.frequency)["trained"]
     active = bits.unpack(trace.active[rows], SPEC.neurons)
     power = decode_levels(trace.contribution[rows], 1.0).astype(float) ** 2 * active
     for layer in range(SPEC.layers):
@@ -207,7 +211,7 @@ def test_rivals_are_those_of_brute_force(trained):
     trace, predictors = trained
     parts = judge.split(trace, ("rivers",))
     rows, frequency = parts.test[:200], judge.frequency_of(trace, parts.train)
-    frame = judge.evaluate(predictors, trace, rows, frequency)
+    frame = judged(predictors, trace, rows, frequency)
     active = bits.unpack(trace.active, SPEC.neurons)
     for layer in range(SPEC.layers):
         size = round(frame["predicted"][layer] * SPEC.neurons)
@@ -231,7 +235,7 @@ def test_rivals_are_those_of_brute_force(trained):
 def test_the_calibration_curve_counts_every_neuron(trained):
     trace, predictors = trained
     rows = judge.split(trace, ("rivers",)).test
-    curve = judge.calibrate_curve(predictors, trace, rows)
+    curve = judge.calibration(judge.ways(predictors, trace, rows, trace.frequency)["trained"])
     assert curve["neurons"].sum() == len(rows) * SPEC.layers * SPEC.neurons
     seen = curve[curve["neurons"] > 2000]
     assert (seen["predicted"] - seen["active"]).abs().max() < 0.08

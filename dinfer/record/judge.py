@@ -1,6 +1,6 @@
 """How good predicted sets are, at every threshold at once: recall, precision, density, missed contribution."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -51,16 +51,20 @@ class Curves(NamedTuple):
 
     @classmethod
     def measure(
-        cls, trace: Trace, rows: np.ndarray, scores: list[Score], lookahead: int, edges: np.ndarray,
+        cls,
+        trace: Trace,
+        rows: np.ndarray,
+        scores: Sequence[tuple[Score, np.ndarray]],
+        lookahead: int,
         progress: Progress = None,
-    ) -> list[Self]:  # fmt: skip
-        """The curves of each of ``scores`` over the tokens ``rows`` of ``trace``, read chunk by chunk."""
+    ) -> list[Self]:
+        """The curves of each of ``scores`` with its edges over the tokens ``rows`` of ``trace``, chunk by chunk."""
         spec = trace.spec
-        sums = np.zeros((len(scores), 3, spec.layers, len(edges) + 1))
+        sums = [np.zeros((3, spec.layers, len(edges) + 1)) for _, edges in scores]
         for start in range(0, len(rows), CHUNK):
             for chunk in _chunks(trace, rows[start : start + CHUNK], lookahead):
                 power = _power(chunk)
-                for score, sum_ in zip(scores, sums, strict=True):
+                for (score, edges), sum_ in zip(scores, sums, strict=True):
                     found = _bins(score(chunk), edges)
                     count, active = len(edges) + 1, found[chunk.active]
                     sum_[0, chunk.layer] += np.bincount(found.ravel(), minlength=count)
@@ -68,7 +72,7 @@ class Curves(NamedTuple):
                     sum_[2, chunk.layer] += np.bincount(active, power[chunk.active], count)
             if progress is not None:
                 progress(min(start + CHUNK, len(rows)), len(rows))
-        return [cls(edges, total, active, power, len(rows)) for total, active, power in sums]
+        return [cls(edges, *sum_, tokens=len(rows)) for (_, edges), sum_ in zip(scores, sums, strict=True)]
 
     @property
     def recall(self) -> np.ndarray:
@@ -251,26 +255,37 @@ def frequency_of(trace: Trace, rows: np.ndarray) -> np.ndarray:
     return (total / max(len(rows), 1)).astype(np.float32)
 
 
-def evaluate(
+def ways(
     predictors: Predictors, trace: Trace, rows: np.ndarray, frequency: np.ndarray, progress: Progress = None
-) -> pd.DataFrame:
-    """One row a layer: the trained predictor at its threshold over the tokens ``rows``, others at the same size.
+) -> dict[str, Curves]:
+    """Curves over the tokens ``rows`` of the trained predictor and its rivals.
 
     ``static`` is the hot set of ``frequency``, ``previous`` the token before's, ``oracle`` the largest contributions.
-    ``matched_recall`` is the recall (= precision) where as many neurons are predicted as are active; ``size`` the
-    share of the neurons with which a rival misses as little as the trained predictor does.
     """
     check_judged(trace)
     predictors.check_trace(trace)
-    k = predictors.lookahead
-    trained = Curves.measure(trace, rows, [predictor_score(predictors)], k, LOGITS, progress)[0]
-    rivals = dict(static=static_score(frequency), previous=previous_score(frequency), oracle=oracle_score)
-    curves = Curves.measure(trace, rows, list(rivals.values()), k, PLACES, progress)
+    scores: dict[str, tuple[Score, np.ndarray]] = {
+        "trained": (predictor_score(predictors), LOGITS),
+        "static": (static_score(frequency), PLACES),
+        "previous": (previous_score(frequency), PLACES),
+        "oracle": (oracle_score, PLACES),
+    }
+    curves = Curves.measure(trace, rows, list(scores.values()), predictors.lookahead, progress)
+    return dict(zip(scores, curves, strict=True))
+
+
+def evaluate(predictors: Predictors, curves: Mapping[str, Curves]) -> pd.DataFrame:
+    """One row a layer of ``ways``: the trained predictor at its threshold, its rivals at the same size.
+
+    ``matched_recall`` is the recall (= precision) where as many neurons are predicted as are active; ``size`` the
+    share of the neurons with which a rival misses as little as the trained predictor does.
+    """
+    spec, trained = predictors.spec, curves["trained"]
     point = trained.at(nearest_edge(predictors.cuts))
     frame = pd.DataFrame(
         {
-            "layer": range(trace.spec.layers),
-            "k": [layer - predictors.source(layer) for layer in range(trace.spec.layers)],
+            "layer": range(spec.layers),
+            "k": [layer - predictors.source(layer) for layer in range(spec.layers)],
             "rank": predictors.ranks,
             "threshold": predictors.thresholds.astype(float),
             "density": trained.density,
@@ -278,22 +293,13 @@ def evaluate(
             "matched_recall": trained.at_density(trained.density)["recall"],
         }
     )
-    for name, curve in zip(rivals, curves, strict=True):
+    for name in ("static", "previous", "oracle"):
+        curve = curves[name]
         same = curve.at_density(point["predicted"])
         frame[f"{name}_recall"], frame[f"{name}_missed"] = same["recall"], same["missed"]
         frame[f"{name}_matched_recall"] = curve.at_density(curve.density)["recall"]
         frame[f"{name}_size"] = curve.at_missed(point["missed"])
     return frame
-
-
-def calibrate_curve(
-    predictors: Predictors, trace: Trace, rows: np.ndarray, progress: Progress = None
-) -> pd.DataFrame:
-    """The calibration curve of ``predictors`` over the tokens ``rows``."""
-    check_judged(trace)
-    predictors.check_trace(trace)
-    score = predictor_score(predictors)
-    return calibration(Curves.measure(trace, rows, [score], predictors.lookahead, LOGITS, progress)[0])
 
 
 def calibration(curves: Curves, bins: int = 10) -> pd.DataFrame:

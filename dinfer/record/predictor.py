@@ -7,8 +7,11 @@ last epoch ended.
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +23,6 @@ from dinfer import bits
 from dinfer.errors import InputError
 from dinfer.predictors import Predictors, normalised, predictor_bytes, rank_for_share
 from dinfer.record.judge import LOGITS, Curves, Split, check_judged, predictor_score, split
-from dinfer.record.recorder import spare_core
 from dinfer.trace import Trace, decode_levels
 
 PIECE = 64
@@ -49,11 +51,11 @@ class Settings:
     share: float = 0.08
     bound: float = 0.2
     hold_out: tuple[str, ...] = ()
-    epochs: int = 6
+    epochs: int = 4
     batch: int = 1024
     rate: float = 2e-3
     patience: int = 2
-    contribution: float = 0.5
+    contribution: float = 1.0
     seed: int = 0
 
     def check(self) -> None:
@@ -89,7 +91,7 @@ def train(
     store = _Store(Path(out), trace, settings)
     data = _Data(trace, parts, settings)
     told = _Told(progress, data.steps * (1 + settings.epochs))
-    with spare_core():
+    with data.threads():
         state = store.load() or _start(data, rank, told)
         if not state.epoch:
             store.save(state)
@@ -115,6 +117,21 @@ class _Data:
         self.steps = -(-len(parts.train) // settings.batch)
         self.weights = np.ones((self.spec.layers, 256), np.float32)  # of an active neuron in the loss, by its code
         self.frequency = np.zeros((self.spec.layers, self.spec.neurons))
+
+    @contextmanager
+    def threads(self) -> Iterator[None]:
+        """Let ``each_layer`` work meanwhile: a core takes a layer at a time, which no layer's figures depend on."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)) as self.pool:
+                yield
+        finally:
+            torch.set_num_threads(before)
+
+    def each_layer(self, work: Callable[[int], Any], layers: Iterable[int] | None = None) -> list[Any]:
+        """What ``work`` gives for each of ``layers`` (default: all)."""
+        return list(self.pool.map(work, range(self.spec.layers) if layers is None else layers))
 
     def batches(self, epoch: int) -> Iterator[np.ndarray]:
         """Rows of each batch of an epoch; the order depends on the seed and the epoch alone."""
@@ -196,13 +213,16 @@ def _start(data: _Data, rank: int, told: "_Told") -> _State:
     power = np.zeros((data.spec.layers, 256))
     for rows in data.batches(0):
         batch = data.read(rows)
-        for layer, sum_ in enumerate(sums):
+
+        def add(layer: int, batch: _Batch = batch) -> None:
             active = batch.active(layer)
-            sum_.add(batch.inputs(layer), active)
+            sums[layer].add(batch.inputs(layer), active)
             power[layer] += np.bincount(batch.codes[:, layer][active.numpy() > 0], minlength=256)
+
+        data.each_layer(add)
         told.step()
     data.weights = _loss_weights(power, np.array([s.rate.mean().item() for s in sums]), data.settings.contribution)
-    maps = [sum_.solve() for sum_ in sums]
+    maps = data.each_layer(lambda layer: sums[layer].solve())
     ranks = _widths(data, maps, sums, rank)
     values = []
     for map_, sum_, width in zip(maps, sums, ranks, strict=True):
@@ -300,14 +320,19 @@ def _widths(data: _Data, maps: list[_Map], sums: list[_Sums], rank: int) -> list
     """Rank of each layer under the bytes of ``rank`` for all: where another step raises measured recall most."""
     tried = sorted({min(max(1, round(w * rank)), data.spec.hidden, data.spec.neurons) for w in WIDTHS})
     batch = data.read(data.validation[:: max(1, len(data.validation) // WIDTH_TOKENS)])
-    recall = np.zeros((data.spec.layers, len(tried)))
-    for layer, (map_, sum_) in enumerate(zip(maps, sums, strict=True)):
+
+    def recalls(layer: int) -> list[float]:
+        map_, sum_ = maps[layer], sums[layer]
         x = (batch.inputs(layer) - sum_.mean) / sum_.scale
         active = batch.active(layer) > 0
-        said, done = sum_.rate.expand(active.shape).clone(), 0
-        for i, width in enumerate(tried):
+        said, done, found = sum_.rate.expand(active.shape).clone(), 0, []
+        for width in tried:
             said += x @ map_.first[:, done:width] @ map_.second[done:width]
-            recall[layer, i], done = _matched_recall(said, active), width
+            found.append(_matched_recall(said, active))
+            done = width
+        return found
+
+    recall = np.array(data.each_layer(recalls))
     return [tried[i] for i in spend(recall, np.array(tried), rank * data.spec.layers)]
 
 
@@ -351,13 +376,12 @@ def _epoch(state: _State, data: _Data, settings: Settings, told: "_Told") -> Non
         batch = data.read(rows)
         done = (data.steps * state.epoch + number) / total
         rate = settings.rate * min(1.0, 20 * done + 0.05) * (0.05 + 0.95 * (1 + np.cos(np.pi * done)) / 2)
-        for layer in live:
-            _step(state, layer, batch, rate, data.steps * state.epoch + number + 1)
+        step = partial(_step, state, batch=batch, rate=rate, number=data.steps * state.epoch + number + 1)
+        data.each_layer(step, live)
         told.step()
     batch = data.read(data.validation)
-    for layer in live:
-        logits, active = _logits(state, state.values[layer], layer, batch), batch.active(layer)
-        loss = float(binary_cross_entropy_with_logits(logits, active, batch.weights(layer, active)))
+    losses = data.each_layer(lambda layer: _validation_loss(state, layer, batch), live)
+    for layer, loss in zip(live, losses, strict=True):
         if loss < state.losses[layer, 0]:
             state.losses[layer] = torch.tensor([loss, 0.0])
             for name, value in state.values[layer].items():
@@ -367,10 +391,11 @@ def _epoch(state: _State, data: _Data, settings: Settings, told: "_Told") -> Non
     state.counters[0] += 1
 
 
-def _logits(state: _State, values: Tensors, layer: int, batch: _Batch) -> torch.Tensor:
-    """Log-odds [tokens, neurons] of ``layer``."""
+def _validation_loss(state: _State, layer: int, batch: _Batch) -> float:
+    values, active = state.values[layer], batch.active(layer)
     x = (batch.inputs(layer) - state.mean[layer]) / state.scale[layer]
-    return torch.addmm(values["bias"], x @ values["first"], values["second"])
+    logits = torch.addmm(values["bias"], x @ values["first"], values["second"])
+    return float(binary_cross_entropy_with_logits(logits, active, batch.weights(layer, active)))
 
 
 def gradients(values: Tensors, x: torch.Tensor, active: torch.Tensor, weights: torch.Tensor) -> Tensors:
@@ -421,7 +446,7 @@ def thresholds(curves: Curves, bound: float) -> np.ndarray:
 
 def _validation_curves(predictors: Predictors, data: _Data) -> Curves:
     rows, k = data.validation, data.settings.lookahead
-    return Curves.measure(data.trace, rows, [predictor_score(predictors)], k, LOGITS)[0]
+    return Curves.measure(data.trace, rows, [(predictor_score(predictors), LOGITS)], k)[0]
 
 
 def platt(curves: Curves) -> list[tuple[float, float]]:
