@@ -31,6 +31,9 @@ def main(
     sparsity: float = 0.6,
     tokens: Annotated[int, typer.Option(help="decode tokens that each plan decodes")] = 96,
     repeat: Annotated[int, typer.Option(help="runs of each plan")] = 3,
+    activation: str = "exact",
+    prediction: str = "previous",
+    issue: Annotated[str | None, typer.Option(help="copy, block or gather; the device's own when left out")] = None,
     save: Annotated[Path | None, typer.Option(help="keep the rows as JSON here")] = None,
     output: Annotated[str, typer.Option("-o", help="md, csv or json")] = "md",
 ) -> None:
@@ -43,9 +46,10 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         seen, held_out = _traces(directory, trace, sparsity, tokens, Path(scratch))
         results = []
+        rules = {"activation": activation, "prediction": prediction, "issue": issue}
         for dtype in dtypes.split(","):
             shares = [float(share) / 100 for share in budgets.split(",")]
-            results += _compare(directory, seen, held_out, device, dtype, shares, caches.split(","), repeat)
+            results += _compare(directory, seen, held_out, device, dtype, shares, caches.split(","), repeat, rules)
     errors = np.array([abs(result["error"]) for result in results])
     ranks = [np.argsort(np.argsort([r[key] for r in results])) for key in ("predicted", "measured")]
     print(
@@ -73,7 +77,7 @@ def _traces(directory: Path, trace: Path | None, sparsity: float, tokens: int, s
     return whole.hold_out(tokens)
 
 
-def _compare(directory, seen, held_out, device, dtype, shares, caches, repeat):
+def _compare(directory, seen, held_out, device, dtype, shares, caches, repeat, rules):
     from dinfer.exec import Session, measure_machine
     from dinfer.sim import simulate
     from dinfer.solve import budget_for_share, make_plan
@@ -88,7 +92,7 @@ def _compare(directory, seen, held_out, device, dtype, shares, caches, repeat):
         for cache in caches:
             context = int(held_out.tokens["position"].max()) + 2
             vram = budget_for_share(spec, machine, share, context)
-            plan = make_plan(seen, machine, vram, context=context, cache=cache, spec=spec)
+            plan = make_plan(seen, machine, vram, context=context, cache=cache, spec=spec, **rules)
             predicted = simulate(plan, held_out).timeline
             named = {"plan": plan, "share": share, "cache": cache, "dtype": dtype}
             results.append({**named, "predicted": predicted, "runs": []})

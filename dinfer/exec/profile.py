@@ -192,7 +192,10 @@ def _fit(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine,
 
 
 class Sides(NamedTuple):
-    """Both sides of an FFN alone: fixed seconds, seconds for each neuron, and the DRAM rate that they share."""
+    """Both sides of an FFN alone: fixed seconds, seconds for each neuron, and the DRAM rate that they share.
+
+    An emulated GPU computes its slots densely: an active one costs it nothing more.
+    """
 
     gpu_fixed: float
     gpu_slot: float
@@ -200,6 +203,7 @@ class Sides(NamedTuple):
     cpu_cold: float
     cpu_active: float
     dram_bytes_per_second: float
+    gpu_active: float = 0.0
 
 
 def _fit_sides(
@@ -210,17 +214,18 @@ def _fit_sides(
     gpu = _stream(frame, "ffn_gpu", "gpu").groupby([*keys, "token"])["seconds"].sum().groupby(keys).agg(_mean)
     gpu = gpu.rename("gpu")
     cpu = _stream(frame, "ffn_cpu", "cpu").groupby(keys)["seconds"].agg(_mean).rename("cpu")
-    work = frame[frame["layer"] >= 0].groupby(keys)[["slots", "cold", "cpu_active"]].mean()
+    work = frame[frame["layer"] >= 0].groupby(keys)[["slots", "cold", "gpu_active", "cpu_active"]].mean()
     levels = work.join(gpu).join(cpu)
     levels.loc[levels["slots"] == 0, "gpu"] = np.nan
     slots, cold, active = (levels[name].to_numpy() for name in ("slots", "cold", "cpu_active"))
+    gpu_active = levels["gpu_active"].to_numpy()
     gate_bytes = spec.neuron_bytes * spec.examined_share
     rest_bytes = spec.neuron_bytes - gate_bytes
     gpu_bytes = slots * spec.neuron_bytes if blank.emulated else np.zeros_like(slots)
 
     def predict(sides: Sides) -> tuple[np.ndarray, np.ndarray]:
         gpu_end, cpu_end = overlap(
-            (sides.gpu_fixed, slots * sides.gpu_slot, gpu_bytes),
+            (sides.gpu_fixed, slots * sides.gpu_slot + gpu_active * sides.gpu_active, gpu_bytes),
             (
                 handoff + sides.cpu_fixed,
                 cold * sides.cpu_cold + active * sides.cpu_active,
@@ -240,8 +245,13 @@ def _fit_sides(
     fastest = Sides(1e-7, spec.neuron_bytes / 1e13, 1e-7, gate_bytes / read, rest_bytes / read, read / 8)
     start = Sides(3e-5, spec.neuron_bytes / 1e10, 1e-5, 3 * gate_bytes / read, 3 * rest_bytes / read, read)
     slowest = Sides(1e-2, spec.neuron_bytes / 1e7, 1e-2, gate_bytes / 1e7, rest_bytes / 1e7, 2 * read)
-    bounds = np.log(fastest), np.log(slowest)
-    solved = least_squares(residuals, np.log(start), bounds=bounds, loss="soft_l1", f_scale=0.1, x_scale="jac")
+    if not blank.emulated:
+        slot = {"gpu_slot": gate_bytes / 1e13, "gpu_active": rest_bytes / 1e13}
+        fastest, slowest = fastest._replace(**slot), slowest._replace(gpu_active=rest_bytes / 1e7)
+        start = start._replace(gpu_slot=gate_bytes / 1e11, gpu_active=rest_bytes / 1e11)
+    known = len(start) if start.gpu_active else len(start) - 1
+    fastest, start, slowest = (np.log(each[:known]) for each in (fastest, start, slowest))
+    solved = least_squares(residuals, start, bounds=(fastest, slowest), loss="soft_l1", f_scale=0.1, x_scale="jac")
     sides = Sides(*np.exp(solved.x).tolist())
     by_run = levels.assign(gpu_fit=predict(sides)[0], cpu_fit=predict(sides)[1]).groupby("run").mean()
     errors = [float((by_run[f"{side}_fit"] / by_run[side] - 1).abs().mean()) for side in ("gpu", "cpu")]
@@ -307,12 +317,13 @@ def _machine(spec: ModelSpec, blank: Machine, values: dict[str, list[float]], si
     kv_token_bytes = spec.kv_bytes(1) / spec.layers
     attention, per_position = values["attention"]
     copy_fixed, copy_neuron = values["prefetch"]
-    dense_rate = spec.neuron_bytes / sides.gpu_slot
+    dense_rate = spec.neuron_bytes / (sides.gpu_slot + sides.gpu_active)
     gpu = replace(
         blank.gpu,
         attention=_split(attention, spec.attention_bytes, dense_rate),
         kv=Cost(0.0, _rate(kv_token_bytes, per_position)),
         gate=Cost(sides.gpu_fixed, gate_bytes / sides.gpu_slot),
+        neuron=Cost(0.0, _rate(rest_bytes, sides.gpu_active)),
         head=_split(values["head"][0], spec.head_bytes, dense_rate),
         merge=Cost(values["merge"][0]),
     )

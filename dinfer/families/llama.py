@@ -121,7 +121,7 @@ def _window(model: Dense, layer: int) -> int:
 
 def _projected(
     model: Dense, layer: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [heads, rows, head_dim], keys and values [kv_heads, rows, head_dim], turned by ``cos`` and ``sin``."""
     spec, weights = model.spec, model.layers[layer]
     qkv = F.linear(F.rms_norm(hidden, (spec.hidden,), weights.attention_norm, model.epsilon), weights.qkv)

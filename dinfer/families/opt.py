@@ -127,11 +127,14 @@ def attention_at(
     return hidden + F.linear(mixed, *model.layers[layer].o)
 
 
-def _projected(model: Dense, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _projected(
+    model: Dense, layer: int, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values, [heads, rows, head_dim] each."""
     spec, weights = model.spec, model.layers[layer]
     qkv = F.linear(F.layer_norm(hidden, (spec.hidden,), *weights.attention_norm), *weights.qkv)
-    return qkv.view(-1, 3, spec.heads, spec.head_dim).permute(1, 2, 0, 3).unbind()
+    q, k, v = qkv.view(-1, 3, spec.heads, spec.head_dim).permute(1, 2, 0, 3)
+    return q, k, v
 
 
 def ffn_input(model: Dense, layer: int, hidden: torch.Tensor) -> torch.Tensor:
