@@ -123,7 +123,7 @@ def link_rows(dtype: str, neurons: int, hidden: int, moved: tuple[int, ...], rep
     bank = Bank(host, [slots], [everyone], everyone[None].copy(), words, [everyone[:0]], None, None)
     rng = np.random.default_rng(2)
     for count in moved:
-        links = {issue: CudaLink(bank, issue, count, lambda *_: None) for issue in ISSUES}
+        links = {issue: CudaLink(bank, issue, 1, count, lambda *_: None) for issue in ISSUES}
 
         def move(link: CudaLink, count: int = count) -> None:
             ids = np.sort(rng.permutation(neurons)[:count]).astype(np.int32)

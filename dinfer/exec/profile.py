@@ -22,6 +22,7 @@ from dinfer import bits
 from dinfer.exec.execute import Session, open_device
 from dinfer.exec.kernels_cpu import read_rows
 from dinfer.exec.predictor import measure_predict
+from dinfer.exec.profile_link import Fit, link_fits
 from dinfer.families import Checkpoint, open_checkpoint
 from dinfer.machine import PREFILL_CHUNK, Cost, Device, Link, Machine
 from dinfer.model import ModelSpec
@@ -44,17 +45,6 @@ SILENT = 3e38
 
 WARM_TOKENS, TOKENS = 2, 16
 SHORT_PROMPT, LONG_PROMPTS = 8, (128, 384)
-
-
-class Fit(NamedTuple):
-    """One fit: seconds = fixed + units * per_unit; ``residual`` is the mean over levels of |fit / measured - 1|."""
-
-    step: str
-    fixed_us: float
-    per_unit_ns: float
-    unit: str
-    residual: float
-    points: int
 
 
 def measure_machine(
@@ -91,7 +81,9 @@ def measure_machine(
     predict, timed = _fit_predict(spec, device)
     fits += [described, timed]
     streamed = prefill  # an emulated GPU is the same cores
-    if device != "cpu":
+    if device == "cuda":
+        fits += link_fits(spec, torch.device(device))
+    if device == "cuda" and _fits(spec, blank, 1.0):
         prompts = _streamed_prefills(spec, machine, checkpoint, cpu_threads)
         streamed, described = _fit_prefill(spec, machine, prompts, "prefill on the GPU")
         fits.append(described)
@@ -129,15 +121,23 @@ def _calibration_plans(spec: ModelSpec, machine: Machine, thresholds: tuple[floa
         ), prompt_tokens
 
     for share in SHARES:
-        yield plan(share)
+        if _fits(spec, machine, share):
+            yield plan(share)
     if spec.sparsity_kind == "magnitude":
         yield plan(SHARES[0], thresholds=(SILENT,) * spec.layers)
         yield plan(SHARES[2], thresholds=(SILENT,) * spec.layers)
         yield plan(SHARES[3], thresholds=(0.0,) * spec.layers)
     for share, window in MOVED:
+        share = share if _fits(spec, machine, share) else SHARES[1]
         yield plan(share, cache={"name": "lru"}, window=max(1, int(window * spec.neurons)))
     for prompt_tokens in LONG_PROMPTS:
         yield plan(SHARES[2], min(prompt_tokens, spec.max_positions - WARM_TOKENS - TOKENS))
+
+
+def _fits(spec: ModelSpec, machine: Machine, share: float) -> bool:
+    """Whether the GPU holds a ``share`` of the neurons beside the rest, a tenth of it left free."""
+    rest = machine.gpu.context_bytes + spec.layers * spec.attention_bytes + 2 * spec.head_bytes
+    return share * spec.ffn_bytes + rest <= 0.9 * machine.gpu.memory_bytes
 
 
 def _random_activity(spec: ModelSpec, prompt_tokens: int) -> Trace:
@@ -176,6 +176,9 @@ def _fit(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine,
     sides, residuals = _fit_sides(spec, blank, frame, values["handoff"][0])
     fits += [
         Fit("ffn_gpu", sides.gpu_fixed * 1e6, sides.gpu_slot * 1e9, "slot", residuals[0], residuals[2]),
+        *([] if blank.emulated else [
+            Fit("ffn_gpu", 0.0, sides.gpu_active * 1e9, "active slot", residuals[0], residuals[2])
+        ]),
         Fit("ffn_cpu", sides.cpu_fixed * 1e6, sides.cpu_cold * 1e9, "cold neuron", residuals[1], residuals[2]),
         Fit("ffn_cpu", 0.0, sides.cpu_active * 1e9, "active neuron", residuals[1], residuals[2]),
     ]
@@ -250,8 +253,8 @@ def _fit_sides(
         fastest, slowest = fastest._replace(**slot), slowest._replace(gpu_active=rest_bytes / 1e7)
         start = start._replace(gpu_slot=gate_bytes / 1e11, gpu_active=rest_bytes / 1e11)
     known = len(start) if start.gpu_active else len(start) - 1
-    fastest, start, slowest = (np.log(each[:known]) for each in (fastest, start, slowest))
-    solved = least_squares(residuals, start, bounds=(fastest, slowest), loss="soft_l1", f_scale=0.1, x_scale="jac")
+    low, first, high = (np.log(each[:known]) for each in (fastest, start, slowest))
+    solved = least_squares(residuals, first, bounds=(low, high), loss="soft_l1", f_scale=0.1, x_scale="jac")
     sides = Sides(*np.exp(solved.x).tolist())
     by_run = levels.assign(gpu_fit=predict(sides)[0], cpu_fit=predict(sides)[1]).groupby("run").mean()
     errors = [float((by_run[f"{side}_fit"] / by_run[side] - 1).abs().mean()) for side in ("gpu", "cpu")]
