@@ -20,47 +20,55 @@ import torch.nn.functional as F
 from rows import OUTPUTS, Row, measure_in_turn, spread, write
 
 from dinfer.exec.kernels_cpu import VIEWS, ffn_cpu, read_rows
+from dinfer.families.quantise import QUANT_BYTES, dequantise, quantise
 from dinfer.model import ModelSpec
 
 ALL_ACTIVE = float(np.finfo(np.float32).min)
-FULL, QUICK = (0.0, 0.5, 0.8, 0.9, 0.95), (0.0, 0.9)
+FULL, QUICK = (0.0, 0.2, 0.5, 0.8, 0.9, 0.95), (0.0, 0.9)
 EXACT = (0.8, 0.9, 0.95)
 
 
 class Weights(NamedTuple):
     """Random weights of several layers: one memory, as the kernel, the read and torch see it.
 
-    ``rows`` [layer, neuron, 3, hidden] and ``words`` uint32 [layer, neuron, word] are views of
-    ``matrices`` [layer, 3, neuron, hidden]: random numbers, which mean as much either way.
+    ``rows`` [layer, neuron, 3, row] and ``words`` uint32 [layer, neuron, word] are views of
+    ``matrices`` [layer, 3, neuron, hidden]: random numbers, which mean as much either way. torch has
+    no FFN over groups of 32: None for int8 and int4. ``gates`` float32 [neuron, hidden] are a layer's.
     """
 
     dtype: str
+    hidden: int
     rows: np.ndarray
     words: np.ndarray
-    matrices: torch.Tensor
+    gates: torch.Tensor
+    matrices: torch.Tensor | None
 
 
 def random_weights(dtype: str, neurons: int, hidden: int, gib: float) -> Weights:
     """About ``gib`` GiB of layers, at least one; all hold the same numbers."""
-    one = torch.randn(3, neurons, hidden, generator=torch.Generator().manual_seed(0)) / hidden**0.5
-    one = one.to(getattr(torch, dtype))
-    view = one.view(getattr(torch, VIEWS[dtype])).numpy()
+    one = torch.randn(neurons, 3, hidden, generator=torch.Generator().manual_seed(0)) / hidden**0.5
+    if dtype in QUANT_BYTES:
+        stored = quantise(one, dtype)
+        gates = dequantise(stored[:, 0], dtype, torch.float32)
+    else:
+        stored = one.to(getattr(torch, dtype))
+        gates = stored[:, 0].float()
+    view = stored.view(getattr(torch, VIEWS[dtype])).numpy()
     layers = max(1, round(gib * 2**30 / view.nbytes))
     slab = np.empty((layers, *view.shape), view.dtype)  # numpy asks for huge pages
     slab[:] = view
-    return Weights(
-        dtype,
-        rows=slab.reshape(layers, neurons, 3, hidden),
-        words=slab.reshape(layers, neurons, -1).view(np.uint32),
-        matrices=torch.from_numpy(slab).view(one.dtype),
-    )
+    matrices = None
+    if dtype not in QUANT_BYTES:
+        matrices = torch.from_numpy(slab).view(stored.dtype).view(layers, 3, neurons, hidden)
+    words = slab.reshape(layers, neurons, -1).view(np.uint32)
+    return Weights(dtype, hidden, slab, words, gates, matrices)
 
 
 class Bench:
     """Calls of one setting, each on the next layer; ``threads`` split the ids between them."""
 
     def __init__(self, weights: Weights, threads: int) -> None:
-        layers, neurons, _, hidden = weights.rows.shape
+        layers, neurons, hidden = *weights.rows.shape[:2], weights.hidden
         self.weights, self.threads = weights, threads
         self.setting = f"{weights.dtype}, {threads} thread{'s'[: threads - 1]}"
         self.spec = ModelSpec(
@@ -123,9 +131,7 @@ class Bench:
 
     def gates(self) -> np.ndarray:
         """The gates float32 [neuron] of a layer (all hold the same numbers)."""
-        rows = torch.from_numpy(self.weights.rows[0][:, 0].copy())
-        weights = rows.view(getattr(torch, self.weights.dtype)).float()
-        return (weights @ torch.from_numpy(self.x)).numpy()
+        return (self.weights.gates @ torch.from_numpy(self.x)).numpy()
 
     def __enter__(self) -> "Bench":
         return self
@@ -145,8 +151,10 @@ def predicted_rows(bench: Bench, sparsities: tuple[float, ...], repeat: int) -> 
     torch has turns of its own: its threads spin for a while after each, to the cost of the next.
     """
     neurons = bench.spec.neurons
-    dense = measure_in_turn({"dense": bench.dense}, max(5, repeat // 3))["dense"]
-    yield Row("torch dense", bench.setting, *spread(1e3 * dense), "ms", "", None)
+    dense = None
+    if bench.weights.matrices is not None:
+        dense = measure_in_turn({"dense": bench.dense}, max(5, repeat // 3))["dense"]
+        yield Row("torch dense", bench.setting, *spread(1e3 * dense), "ms", "", None)
     for sparsity in sparsities:
         count = max(1, round(neurons * (1 - sparsity)))
         ids = np.sort(np.random.default_rng(2).permutation(neurons)[:count]).astype(np.int32)
@@ -154,7 +162,8 @@ def predicted_rows(bench: Bench, sparsities: tuple[float, ...], repeat: int) -> 
         seconds = measure_in_turn({"ffn": ffn, "read": read}, repeat)
         setting = f"{bench.setting}, {sparsity:.0%} sparse"
         yield figure("ffn_cpu", setting, seconds["ffn"], "pure read", seconds["read"])
-        yield figure("ffn_cpu", setting, seconds["ffn"], "torch dense", np.median(dense))
+        if dense is not None:
+            yield figure("ffn_cpu", setting, seconds["ffn"], "torch dense", np.median(dense))
 
 
 def exact_rows(bench: Bench, sparsities: tuple[float, ...], repeat: int) -> Iterator[Row]:

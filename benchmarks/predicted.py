@@ -82,7 +82,7 @@ def _compare(directory, seen, held_out, device, dtype, shares, caches, repeat, r
     from dinfer.sim import simulate
     from dinfer.solve import budget_for_share, make_plan
 
-    spec = seen.spec.with_dtype(dtype)
+    spec = seen.spec.as_run(dtype)
     thresholds = seen.meta.get("thresholds", ()) if spec.sparsity_kind == "magnitude" else ()
     print(f"profiling in {dtype}", file=sys.stderr)
     machine, fits = measure_machine(directory, device=device, dtype=dtype, thresholds=thresholds)

@@ -318,7 +318,12 @@ def plan(
         str | None, typer.Option(help="how a prefetch moves: copy, block or gather; the default is what runs here")
     ] = None,
     group: Annotated[int, typer.Option(help="neurons that one copy moves, 1 to 64, where issue is copy")] = 1,
-    dtype: Annotated[str | None, typer.Option(help="of the weights; default: the trace's", show_default=False)] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="of the weights: float32, float16, bfloat16, int8 or int4; default: the trace's", show_default=False
+        ),
+    ] = None,
     sequences: Sequences = None,
     force: Force = False,
 ) -> None:
@@ -334,7 +339,7 @@ def plan(
 
     used = selected(Trace.load(trace), sequences)
     where = load_machine(machine)
-    spec = used.spec.with_dtype(dtype) if dtype else used.spec
+    spec = used.spec.as_run(dtype) if dtype else used.spec
     made = make_plan(
         used, where, parse_budget(vram, spec, where, context, batch), context=context, batch=batch, solver=solver,
         cache=cache, lookahead=lookahead, window=window, activation=activation, prediction=prediction,
@@ -567,7 +572,13 @@ def profile(
         str | None, typer.Option(help="rate of the emulated link (--device cpu only), 4GB/s say", show_default=False)
     ] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu to emulate the GPU")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="of the weights", show_default=False)] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="of the weights: float32, float16, bfloat16, int8 or int4; default: float32 on cpu, else the model's",
+            show_default=False,
+        ),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="take this trace's activity thresholds", show_default=False)
     ] = None,

@@ -19,6 +19,9 @@ BITS_PER_WEIGHT = {
 }
 """Storage bits of one weight, the scales of quantised groups of 32 included."""
 
+DTYPES = ("dtype", "compute_dtype", "attention_dtype")
+"""What of a ModelSpec says how it is stored, not what it is."""
+
 ACTIVATIONS = {"relu": "relu", "fatrelu": "relu", "drelu": "relu", "silu": "magnitude", "gelu": "magnitude"}
 """Activation -> how a neuron is told inactive: its gate is below a threshold, or its value is small."""
 
@@ -29,7 +32,8 @@ class ModelSpec:
 
     ``neurons`` is per layer; a gated neuron has three weight rows (gate, up, down), another has two (up, down).
     ``windows`` holds per layer the attention window in tokens, 0 for global; empty means global everywhere.
-    ``dtype`` stores the layers' matrices, ``compute_dtype`` embeddings, head, norms and the KV cache.
+    ``dtype`` stores the layers' matrices, ``compute_dtype`` embeddings, head, norms and the KV cache;
+    ``attention_dtype``, where it is not empty, those of the matrices that are no neurons'.
     ``gate_threshold`` is FATReLU's t (0 for plain ReLU).
     """
 
@@ -52,6 +56,7 @@ class ModelSpec:
     bias: bool = False
     learned_positions: int = 0
     windows: tuple[int, ...] = field(default=())
+    attention_dtype: str = ""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "neurons", "heads", "kv_heads", "head_dim", "vocab"):
@@ -64,6 +69,10 @@ class ModelSpec:
         if self.compute_dtype not in BITS_PER_WEIGHT:
             raise InputError(
                 f"{self.name}: compute_dtype {self.compute_dtype!r} is not one of {', '.join(BITS_PER_WEIGHT)}"
+            )
+        if self.attention_dtype not in ("", *BITS_PER_WEIGHT):
+            raise InputError(
+                f"{self.name}: attention_dtype {self.attention_dtype!r} is not one of {', '.join(BITS_PER_WEIGHT)}"
             )
         if self.activation not in ACTIVATIONS:
             raise InputError(f"{self.name}: activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}")
@@ -105,13 +114,13 @@ class ModelSpec:
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one layer outside its neurons that are stored in ``dtype``: q, k, v and o matrices."""
+        """Parameters of one layer's matrices that are no neurons': q, k, v and o."""
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def attention_bytes(self) -> int:
         """Bytes of one layer's q, k, v and o matrices."""
-        return weight_bytes(self.attention_parameters, self.dtype)
+        return weight_bytes(self.attention_parameters, self.attention_dtype or self.dtype)
 
     @property
     def small_parameters(self) -> int:
@@ -157,16 +166,22 @@ class ModelSpec:
     def with_dtype(self, dtype: str) -> "ModelSpec":
         """The same model with its matrices in ``dtype``; float dtypes also set ``compute_dtype``."""
         compute = dtype if dtype in ("float32", "float16", "bfloat16") else self.compute_dtype
-        return replace(self, dtype=dtype, compute_dtype=compute)
+        return replace(self, dtype=dtype, compute_dtype=compute, attention_dtype="")
+
+    def as_run(self, dtype: str) -> "ModelSpec":
+        """``with_dtype`` as the executor stores it: int8 and int4 leave attention in ``compute_dtype``."""
+        spec = self.with_dtype(dtype)
+        return replace(spec, attention_dtype="" if spec.dtype == spec.compute_dtype else spec.compute_dtype)
 
     def fingerprint(self) -> str:
         """First 16 hex digits of the SHA-256 of the shape; the dtypes do not count, nor does the name."""
-        shape = {k: v for k, v in self.to_dict().items() if k not in ("name", "dtype", "compute_dtype")}
+        shape = {k: v for k, v in self.to_dict().items() if k not in DTYPES and k != "name"}
         return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and TOML."""
-        return {**asdict(self), "windows": list(self.windows)}
+        """Plain values for JSON and TOML; an empty ``attention_dtype`` is left out."""
+        values = {**asdict(self), "windows": list(self.windows)}
+        return {name: value for name, value in values.items() if name != "attention_dtype" or value}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelSpec":

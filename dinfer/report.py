@@ -144,6 +144,7 @@ def run_summary(run: Run, plan: Plan) -> dict[str, Any]:
     ``gigabytes_per_second`` are the weight bytes that the plan's steps read, over the whole time: attention, head,
     what is examined of every neuron and the rest of the active ones. ``fetched`` and ``wasted`` are neurons a token.
     ``prefill_seconds`` are of all prompts together, predicted or measured; no other figure counts them.
+    ``quantisation_error`` of an int8 or int4 run is the layers' mean RMS change of the neurons' weights, relative.
     """
     timeline = run.timeline
     tokens = max(timeline.tokens, 1)
@@ -154,6 +155,7 @@ def run_summary(run: Run, plan: Plan) -> dict[str, Any]:
         "model": plan.spec.name,
         "machine": timeline.meta.get("machine", plan.machine.name),
         "cache": plan.cache["name"],
+        **_quantisation(run),
         "tokens": timeline.tokens,
         "seconds": timeline.seconds,
         "tokens_per_second": timeline.tokens_per_second,
@@ -168,6 +170,11 @@ def run_summary(run: Run, plan: Plan) -> dict[str, Any]:
         "wasted": moved["wasted"] / tokens,
         "step_milliseconds": {name: 1e3 * value for name, value in timeline.step_seconds().items() if value > 0},
     }
+
+
+def _quantisation(run: Run) -> dict[str, float]:
+    errors = run.timeline.meta.get("quantisation_errors") or ()
+    return {"quantisation_error": sum(errors) / len(errors)} if errors else {}
 
 
 def touched_bytes(plan: Plan, run: Run) -> float:

@@ -422,3 +422,16 @@ def test_a_config_that_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config\.json is not JSON \(Expecting property name"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(("dtype", "attention"), [("int4", "float16"), ("float32", "")])
+def test_a_run_keeps_attention_in_the_compute_dtype(dtype: str, attention: str) -> None:
+    tiny = ModelSpec(**TINY)
+    spec = tiny.as_run(dtype)
+    assert (spec.dtype, spec.attention_dtype) == (dtype, attention)
+    assert spec.attention_bytes == tiny.attention_parameters * (2 if dtype == "int4" else 4)
+    assert spec.neuron_bytes == tiny.with_dtype(dtype).neuron_bytes
+    assert spec.fingerprint() == tiny.fingerprint()
+    assert ModelSpec.from_dict(spec.to_dict()) == spec
+    assert ("attention_dtype" in spec.to_dict()) == (dtype == "int4")
+    assert spec.with_dtype("int4").attention_dtype == ""

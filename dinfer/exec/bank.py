@@ -1,7 +1,7 @@
 """Where the weights of the neurons lie: all of them in host memory, the resident ones in GPU slots too."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from numba import njit
 
 from dinfer.errors import InputError, PlanWarning
 from dinfer.families import TORCH_DTYPES, Checkpoint
+from dinfer.families.quantise import QUANT_BYTES, quantise, relative_error, row_bytes
 from dinfer.placement import Placement
 from dinfer.units import format_bytes
 
@@ -17,6 +18,8 @@ from dinfer.units import format_bytes
 class Bank:
     """One host slab [layer, neuron, matrix, hidden], neuron-contiguous, and one device slab cut into slots.
 
+    Quantised rows are uint8 [.., row_bytes] instead (docs/quantisation.md); ``errors`` [layer] are then the RMS of what
+    quantising changed over the RMS of the weights, else it is empty.
     ``slots[layer]`` [slot, matrix, hidden] on the device; ``bucket[layer]`` int32 [slot] names the neuron that a slot
     holds (paper, method 5), ``slot_of[layer]`` int32 [neuron] the slot of a neuron or -1. ``resident`` uint64
     [layer, words] is the same as a set, ``cold[layer]`` int32 the ids that are not resident, ascending. ``up_bias``
@@ -34,6 +37,7 @@ class Bank:
     down_bias: torch.Tensor | None
     device_bias: torch.Tensor | None = None
     slot_bias: list[torch.Tensor] | None = None
+    errors: list[float] = field(default_factory=list)
 
     @property
     def neurons(self) -> int:
@@ -69,31 +73,40 @@ def move_slots(slot_of, bucket, fetch, evict, slots, cold):
             n += 1
 
 
-def fill_bank(checkpoint: Checkpoint, placement: Placement, dtype: str, device: torch.device) -> Bank:
+def fill_bank(
+    checkpoint: Checkpoint, placement: Placement, dtype: str, device: torch.device, compute_dtype: str = ""
+) -> Bank:
     """Load every neuron into the host slab (pinned for CUDA) and the placed ones into their slots.
 
+    int8 and int4 are quantised from the checkpoint's own dtype; ``compute_dtype``, by default ``dtype``, is the
+    biases' on the device.
     One slab, because the pinned allocator rounds each tensor up to a power of two. Raises InputError when the
     device lacks the memory for the slots.
     """
     spec = checkpoint.spec
-    kind = TORCH_DTYPES[dtype]
-    host = host_slab((spec.layers, spec.neurons, spec.matrices, spec.hidden), kind, device)
-    counts = placement.slots
-    device_slab = _device_slab((int(counts.sum()), spec.matrices, spec.hidden), kind, device)
+    quantised = dtype in QUANT_BYTES
+    width, kind = (row_bytes(spec.hidden, dtype), torch.uint8) if quantised else (spec.hidden, TORCH_DTYPES[dtype])
+    host = host_slab((spec.layers, spec.neurons, spec.matrices, width), kind, device)
+    compute, counts = TORCH_DTYPES[compute_dtype or dtype], placement.slots
+    device_slab = _device_slab((int(counts.sum()), spec.matrices, width), kind, device)
     slots = list(device_slab.split([int(count) for count in counts]))
-    up_biases, down_biases, buckets = [], [], []
+    up_biases, down_biases, buckets, errors = [], [], [], []
     slot_of = np.full((spec.layers, spec.neurons), -1, np.int32)
     for layer in range(spec.layers):
         rows, up_bias, down_bias = checkpoint.neurons(layer)
-        host[layer].copy_(rows)
+        if quantised:
+            host[layer] = quantise(rows, dtype)
+            errors.append(relative_error(rows, host[layer], dtype))
+        else:
+            host[layer].copy_(rows)
         bucket = placement.bucket(layer)
         slots[layer].copy_(host[layer][torch.from_numpy(bucket).long()])
         slot_of[layer, bucket] = np.arange(len(bucket))
         buckets.append(bucket)
         if up_bias is not None and down_bias is not None:
             up_biases.append(up_bias.float())
-            down_biases.append(down_bias.to(device, kind))
-    device_bias = torch.stack(up_biases).to(device, kind) if up_biases else None
+            down_biases.append(down_bias.to(device, compute))
+    device_bias = torch.stack(up_biases).to(device, compute) if up_biases else None
     return Bank(
         host=host,
         slots=slots,
@@ -108,6 +121,7 @@ def fill_bank(checkpoint: Checkpoint, placement: Placement, dtype: str, device: 
             biases[torch.from_numpy(bucket).to(device, torch.int64)]
             for biases, bucket in zip(device_bias, buckets, strict=True)
         ],
+        errors=errors,
     )
 
 

@@ -33,6 +33,7 @@ from dinfer.exec.prompts import (
 )
 from dinfer.exec.workers import Workers
 from dinfer.families import FAMILIES, TORCH_DTYPES, Checkpoint, open_checkpoint
+from dinfer.families.quantise import QUANT_BYTES, row_bytes
 from dinfer.machine import PREFILLS
 from dinfer.plan import Plan
 from dinfer.predictors import Predictors
@@ -112,14 +113,19 @@ class Session:
         if prefill not in (None, *PREFILLS):
             raise InputError(f"prefill {prefill!r} is not one of {', '.join(PREFILLS)}")
         self.costs, self.prefill = costs, prefill
-        if plan.spec.dtype not in TORCH_DTYPES:
-            raise InputError(f"dtype {plan.spec.dtype} cannot be run; plan with one of {', '.join(TORCH_DTYPES)}")
+        if plan.spec.dtype in QUANT_BYTES:
+            row_bytes(plan.spec.hidden, plan.spec.dtype)  # refuses a width that groups do not fit
+            if plan.spec.attention_dtype != plan.spec.compute_dtype:
+                raise InputError(
+                    f"plan counts attention as {plan.spec.attention_dtype or plan.spec.dtype}, a run keeps it in "
+                    f"{plan.spec.compute_dtype}; plan with --dtype {plan.spec.dtype}, or with spec.as_run"
+                )
         if plan.machine.emulated and self.device.type != "cpu":
             raise InputError(f"plan's machine {plan.machine.name} is emulated; run it with --device cpu")
         self.plan, self.checkpoint = plan, checkpoint
         self.cpu_threads = cpu_threads or max(1, (os.cpu_count() or 1) // (2 if self.device.type == "cpu" else 1))
         self.dense = FAMILIES[plan.spec.family].dense(
-            checkpoint, plan.context, self.device, TORCH_DTYPES[plan.spec.dtype]
+            checkpoint, plan.context, self.device, TORCH_DTYPES[plan.spec.compute_dtype]
         )
         self.last_bank: Bank
         self._torch_threads = torch.get_num_threads()
@@ -262,7 +268,9 @@ class Session:
         running = (self.costs or ("running" if replay is None else "plan")) == "running"
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - self.cpu_threads))
         sys.setswitchinterval(SWITCH_SECONDS)
-        bank = self.last_bank = fill_bank(self.checkpoint, plan.placement, spec.dtype, self.device)
+        bank = self.last_bank = fill_bank(
+            self.checkpoint, plan.placement, spec.dtype, self.device, spec.compute_dtype
+        )
         if self.device.type == "cuda" and not bank.host.is_pinned():
             plan = replace(plan, issue="block")  # staged in a pinned block, and timed anew for that
         clock = Clock(self.device)
@@ -326,6 +334,7 @@ class Session:
                 "kernels": run.kernel.__module__.rsplit("_", 1)[-1],
                 "cpu_threads": self.cpu_threads,
                 "torch_threads": torch.get_num_threads(),
+                **({"quantisation_errors": run.bank.errors} if run.bank.errors else {}),
             },
         )
         return Run(
@@ -340,7 +349,7 @@ class Session:
 def empty_kv(plan: Plan, device: torch.device) -> list[list[torch.Tensor]]:
     """[layer][sequence] caches [2, kv_heads, tokens, head_dim]; a layer with a window keeps no more than it."""
     spec = plan.spec
-    kind = TORCH_DTYPES[spec.dtype]
+    kind = TORCH_DTYPES[spec.compute_dtype]
     lengths = [min(plan.context, window or plan.context) for window in spec.windows or (0,) * spec.layers]
     shapes = [(plan.batch, 2, spec.kv_heads, length, spec.head_dim) for length in lengths]
     return [list(torch.zeros(shape, dtype=kind, device=device)) for shape in shapes]

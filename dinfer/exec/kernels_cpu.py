@@ -1,27 +1,38 @@
 """The sparse FFN of one layer on the CPU: compiled, without the GIL, near the speed of a pure read.
 
-Rows lie neuron by neuron, [neuron, matrix, hidden] in the order gate, up, down (up, down if
-ungated). numba has no 16-bit floats, so the integer type of a view says which one it holds: VIEWS.
+Rows lie neuron by neuron, [neuron, matrix, row] in the order gate, up, down (up, down if
+ungated). numba has no 16-bit floats, so the integer type of a view says what it holds: VIEWS.
 
 What makes it fast: rows are read once; meanwhile those of a later neuron are asked for, line by
-line; and four neurons share one pass over the output. Loops are written as vectors of 32 lanes,
-which LLVM splits into those of the CPU at hand: two of 512 bits, four of 256, eight of 128.
-
-One file, because numba's cache does not notice a change in another.
+line; two rows share one pass over x, and four neurons one over the output.
 """
 
 import math
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
-from numba.core.datamodel import PrimitiveModel, register_default
-from numba.extending import intrinsic
+from numba.extending import overload
 
+from dinfer.exec import kernels_quant
+from dinfer.exec.vectors import (
+    LANES,
+    add,
+    ask,
+    copy,
+    load,
+    load_part,
+    multiply_add,
+    parity,
+    plain,
+    splat,
+    store,
+    store_part,
+    total,
+    xor,
+)
 from dinfer.model import ModelSpec
 
-VIEWS = {"float32": "float32", "bfloat16": "uint16", "float16": "int16"}
+VIEWS = {"float32": "float32", "bfloat16": "uint16", "float16": "int16", "int8": "int8", "int4": "uint8"}
 """Weight dtype -> dtype of the view that the kernels take; the bits stay as they are."""
 
 ACTIVATION_CODES = {"relu": 0, "fatrelu": 0, "drelu": 1, "silu": 2, "gelu": 3}
@@ -31,292 +42,131 @@ _NO_BIAS = np.empty(0, np.float32)
 
 _DRELU, _SILU, _GELU = 1, 2, 3
 _GELU_SCALE, _GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
-_LANES = 32
 _GROUP = 4  # neurons that share one pass over the output
+_AHEAD_BYTES = 12288  # how far ahead rows are asked for, at least
+_DENSE = 3  # of one neuron in this many and more, down rows are added one by one, in the order in which they lie
 _NEAR_BYTES = 2048  # how far ahead a down row is asked for whose neuron was not foreseen
-_LINE_BYTES = 64
-_BITS = {types.float32: 32, types.uint16: 16, types.int16: 16, types.uint32: 32}
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-class _Vector(types.Type):
-    """32 floats, or 32 words of 32 bits, in registers."""
-
-    def __init__(self, element):
-        self.element = element
-        super().__init__(name=f"vector({element})")
-
-
-@register_default(_Vector)
-class _VectorModel(PrimitiveModel):
-    def __init__(self, manager, kind):
-        super().__init__(manager, kind, _vector(_F32 if kind.element == types.float32 else _I32))
-
-
-_FLOATS, _WORDS = _Vector(types.float32), _Vector(types.uint32)
-
-
-def _vector(element):
-    return ir.VectorType(element, _LANES)
-
-
-def _call(builder, name, result, arguments, **flags):
-    """Call the LLVM intrinsic ``name``."""
-    shape = ir.FunctionType(result, [argument.type for argument in arguments])
-    function = cgutils.get_or_insert_function(builder.module, shape, name)
-    return builder.call(function, arguments, **flags)
-
-
-def _pointer(context, builder, kind, target, array, index):
-    """Pointer to ``target`` at element ``index`` of a contiguous array of one dimension."""
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), target.as_pointer())
-
-
-def _stored(kind):
-    """The vector type of 32 elements as they lie in an array of type ``kind``."""
-    return _vector(_F32 if kind.dtype == types.float32 else ir.IntType(_BITS[kind.dtype]))
-
-
-def _decode(builder, loaded, dtype):
-    """Floats of 32 loaded weights of the view's ``dtype``; words of 32 bits stay what they are."""
-    if dtype == types.int16:
-        return builder.fpext(builder.bitcast(loaded, _vector(ir.HalfType())), _vector(_F32))
-    if dtype == types.uint16:
-        words, shift = _vector(_I32), ir.Constant(_vector(_I32), [16] * _LANES)
-        return builder.bitcast(builder.shl(builder.zext(loaded, words), shift), _vector(_F32))
-    return loaded
-
-
-def _spread(builder, scalar):
-    """32 times ``scalar``."""
-    vector = _vector(scalar.type)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
-    zeros = ir.Constant(_vector(_I32), [0] * _LANES)
-    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
-
-
-def _mask(builder, count):
-    """The first ``count`` of 32 lanes."""
-    lanes = ir.Constant(_vector(_I64), list(range(_LANES)))
-    return builder.icmp_unsigned("<", lanes, _spread(builder, count))
-
-
-@intrinsic
-def _load(typing_context, array, index):
-    """Elements index .. index + 31 of ``array`` [n] as floats; uint32 as words."""
-
-    def generate(context, builder, signature, arguments):
-        kind = signature.args[0]
-        pointer = _pointer(context, builder, kind, _stored(kind), *arguments)
-        loaded = builder.load(pointer, align=_BITS[kind.dtype] // 8)
-        return _decode(builder, loaded, kind.dtype)
-
-    vector = _WORDS if array.dtype == types.uint32 else _FLOATS
-    return vector(array, types.int64), generate
-
-
-@intrinsic
-def _load_part(typing_context, array, index, count):
-    """Elements index .. index + count - 1 of ``array`` [n] as floats, then zeros."""
-
-    def generate(context, builder, signature, arguments):
-        kind = signature.args[0]
-        vector, bits = _stored(kind), _BITS[kind.dtype]
-        pointer = _pointer(context, builder, kind, vector, *arguments[:2])
-        name = f"llvm.masked.load.v{_LANES}{'f' if kind.dtype == types.float32 else 'i'}{bits}.p0"
-        rest = [_I32(bits // 8), _mask(builder, arguments[2]), ir.Constant(vector, None)]
-        return _decode(builder, _call(builder, name, vector, [pointer, *rest]), kind.dtype)
-
-    return _FLOATS(array, types.int64, types.int64), generate
-
-
-@intrinsic
-def _store(typing_context, array, index, floats):
-    """Write 32 floats to ``array`` float32 [n] from ``index`` on."""
-
-    def generate(context, builder, signature, arguments):
-        kind = signature.args[0]
-        pointer = _pointer(context, builder, kind, _stored(kind), *arguments[:2])
-        builder.store(arguments[2], pointer, align=4)
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, _FLOATS), generate
-
-
-@intrinsic
-def _store_part(typing_context, array, index, count, floats):
-    """Write the first ``count`` of 32 floats to ``array`` float32 [n] from ``index`` on."""
-
-    def generate(context, builder, signature, arguments):
-        kind = signature.args[0]
-        pointer = _pointer(context, builder, kind, _stored(kind), *arguments[:2])
-        rest = [pointer, _I32(4), _mask(builder, arguments[2])]
-        name = f"llvm.masked.store.v{_LANES}f32.p0"
-        _call(builder, name, ir.VoidType(), [arguments[3], *rest])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.int64, _FLOATS), generate
-
-
-@intrinsic
-def _splat(typing_context, value):
-    """32 times ``value`` float32."""
-
-    def generate(context, builder, signature, arguments):
-        return _spread(builder, arguments[0])
-
-    return _FLOATS(types.float32), generate
-
-
-@intrinsic
-def _add(typing_context, a, b):
-    """a + b."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.fadd(*arguments)
-
-    return _FLOATS(_FLOATS, _FLOATS), generate
-
-
-@intrinsic
-def _multiply_add(typing_context, a, b, c):
-    """a * b + c, fused where the CPU can."""
-
-    def generate(context, builder, signature, arguments):
-        return _call(builder, f"llvm.fmuladd.v{_LANES}f32", _vector(_F32), arguments)
-
-    return _FLOATS(_FLOATS, _FLOATS, _FLOATS), generate
-
-
-@intrinsic
-def _total(typing_context, floats):
-    """The sum of 32 floats."""
-
-    def generate(context, builder, signature, arguments):
-        name = f"llvm.vector.reduce.fadd.v{_LANES}f32"
-        return _call(builder, name, _F32, [_F32(-0.0), *arguments], fastmath=["reassoc"])
-
-    return types.float32(_FLOATS), generate
-
-
-@intrinsic
-def _xor(typing_context, a, b):
-    """a ^ b."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.xor(*arguments)
-
-    return _WORDS(_WORDS, _WORDS), generate
-
-
-@intrinsic
-def _parity(typing_context, words):
-    """The exclusive or of 32 words."""
-
-    def generate(context, builder, signature, arguments):
-        return _call(builder, f"llvm.vector.reduce.xor.v{_LANES}i32", _I32, arguments)
-
-    return types.uint32(_WORDS), generate
-
-
-@intrinsic
-def _ask(typing_context, array, index):
-    """Prefetch elements index .. index + 31; loads and prefetches keep their order around it.
-
-    Without the order LLVM issues prefetches in clusters, which costs up to a tenth of the speed.
-    """
-
-    def generate(context, builder, signature, arguments):
-        kind, byte = signature.args[0], ir.IntType(8)
-        nothing = ir.FunctionType(ir.VoidType(), [])
-        builder.call(ir.InlineAsm(nothing, "", "~{memory}", side_effect=True), [])
-        start = _pointer(context, builder, kind, byte, *arguments)
-        for offset in range(0, _LANES * _BITS[kind.dtype] // 8, _LINE_BYTES):
-            line = builder.gep(start, [_I64(offset)])
-            flags = [_I32(0), _I32(3), _I32(1)]  # to read, into all caches, data
-            _call(builder, "llvm.prefetch.p0", ir.VoidType(), [line, *flags])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), generate
-
-
-@intrinsic
-def _copy(typing_context, destination, to, source, start, count):
-    """Copy ``count`` elements of ``source`` from ``start`` on to ``destination`` at ``to``."""
-
-    def generate(context, builder, signature, arguments):
-        byte = ir.IntType(8)
-        target = _pointer(context, builder, signature.args[0], byte, *arguments[:2])
-        origin = _pointer(context, builder, signature.args[2], byte, *arguments[2:4])
-        size = context.get_abi_sizeof(context.get_data_type(signature.args[2].dtype))
-        cgutils.raw_memcpy(builder, target, origin, arguments[4], size)
-        return context.get_dummy_value()
-
-    return types.void(destination, types.int64, source, types.int64, types.int64), generate
-
-
-@njit(nogil=True)
-def _dot(weights, start, x, ahead):
+@plain
+def _float_dot(weights, start, x, words, room, ahead):
     """Sum of weights[start + i] * x[i]; asks for the weights from ``ahead`` on."""
-    zeros = _splat(np.float32(0))
-    a, b, c, d = zeros, zeros, zeros, zeros
-    step = 4 * _LANES
-    blocks = x.size // step * step
-    for i in range(0, blocks, step):
-        _ask(weights, ahead + i)
-        a = _multiply_add(_load(weights, start + i), _load(x, i), a)
-        j = i + _LANES
-        _ask(weights, ahead + j)
-        b = _multiply_add(_load(weights, start + j), _load(x, j), b)
-        k = j + _LANES
-        _ask(weights, ahead + k)
-        c = _multiply_add(_load(weights, start + k), _load(x, k), c)
-        m = k + _LANES
-        _ask(weights, ahead + m)
-        d = _multiply_add(_load(weights, start + m), _load(x, m), d)
-    whole = x.size // _LANES * _LANES
-    for i in range(blocks, whole, _LANES):
-        _ask(weights, ahead + i)
-        a = _multiply_add(_load(weights, start + i), _load(x, i), a)
+    a, b = splat(np.float32(0)), splat(np.float32(0))
+    blocks = x.size // (2 * LANES) * (2 * LANES)
+    for i in range(0, blocks, 2 * LANES):
+        ask(weights, ahead + i)
+        a = multiply_add(load(weights, start + i), load(x, i), a)
+        j = i + LANES
+        ask(weights, ahead + j)
+        b = multiply_add(load(weights, start + j), load(x, j), b)
+    whole = x.size // LANES * LANES
+    if blocks < whole:
+        ask(weights, ahead + blocks)
+        a = multiply_add(load(weights, start + blocks), load(x, blocks), a)
     if whole < x.size:
         rest = x.size - whole
-        part = _load_part(weights, start + whole, rest)
-        b = _multiply_add(part, _load_part(x, whole, rest), b)
-    return _total(_add(_add(a, b), _add(c, d)))
+        b = multiply_add(load_part(weights, start + whole, rest), load_part(x, whole, rest), b)
+    return total(add(a, b))
 
 
-@njit(nogil=True)
-def _add_rows(factors, weights, starts, out, aheads):
+@plain
+def _float_dot_pair(weights, start, other, x, words, room, ahead, other_ahead):
+    """``_dot`` of two rows at once, which share each load of x."""
+    a, b, c, d = splat(np.float32(0)), splat(np.float32(0)), splat(np.float32(0)), splat(np.float32(0))
+    blocks = x.size // (2 * LANES) * (2 * LANES)
+    for i in range(0, blocks, 2 * LANES):
+        j = i + LANES
+        ask(weights, ahead + i)
+        a = multiply_add(load(weights, start + i), load(x, i), a)
+        ask(weights, other_ahead + i)
+        c = multiply_add(load(weights, other + i), load(x, i), c)
+        ask(weights, ahead + j)
+        b = multiply_add(load(weights, start + j), load(x, j), b)
+        ask(weights, other_ahead + j)
+        d = multiply_add(load(weights, other + j), load(x, j), d)
+    whole = x.size // LANES * LANES
+    if blocks < whole:
+        ask(weights, ahead + blocks)
+        a = multiply_add(load(weights, start + blocks), load(x, blocks), a)
+        ask(weights, other_ahead + blocks)
+        c = multiply_add(load(weights, other + blocks), load(x, blocks), c)
+    if whole < x.size:
+        rest = x.size - whole
+        part = load_part(x, whole, rest)
+        b = multiply_add(load_part(weights, start + whole, rest), part, b)
+        d = multiply_add(load_part(weights, other + whole, rest), part, d)
+    return total(add(a, b)), total(add(c, d))
+
+
+@plain
+def _float_add_rows(weights, factors, starts, out, room, aheads):
     """Add factors[k] * weights[starts[k] + i] to out[i], four rows; asks for those at ``aheads``.
 
     Four rows share each load and store of ``out``. A row with factor 0 must be readable.
     """
-    a, b, c, d = _splat(factors[0]), _splat(factors[1]), _splat(factors[2]), _splat(factors[3])
+    a, b, c, d = splat(factors[0]), splat(factors[1]), splat(factors[2]), splat(factors[3])
     p, q, r, s = starts[0], starts[1], starts[2], starts[3]
     next_p, next_q, next_r, next_s = aheads[0], aheads[1], aheads[2], aheads[3]
-    whole = out.size // _LANES * _LANES
-    for i in range(0, whole, _LANES):
-        _ask(weights, next_p + i)
-        total = _multiply_add(a, _load(weights, p + i), _load(out, i))
-        _ask(weights, next_q + i)
-        total = _multiply_add(b, _load(weights, q + i), total)
-        _ask(weights, next_r + i)
-        total = _multiply_add(c, _load(weights, r + i), total)
-        _ask(weights, next_s + i)
-        total = _multiply_add(d, _load(weights, s + i), total)
-        _store(out, i, total)
+    whole = out.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        ask(weights, next_p + i)
+        total = multiply_add(a, load(weights, p + i), load(out, i))
+        ask(weights, next_q + i)
+        total = multiply_add(b, load(weights, q + i), total)
+        ask(weights, next_r + i)
+        total = multiply_add(c, load(weights, r + i), total)
+        ask(weights, next_s + i)
+        total = multiply_add(d, load(weights, s + i), total)
+        store(out, i, total)
     if whole < out.size:
         rest = out.size - whole
-        total = _load_part(out, whole, rest)
-        total = _multiply_add(a, _load_part(weights, p + whole, rest), total)
-        total = _multiply_add(b, _load_part(weights, q + whole, rest), total)
-        total = _multiply_add(c, _load_part(weights, r + whole, rest), total)
-        total = _multiply_add(d, _load_part(weights, s + whole, rest), total)
-        _store_part(out, whole, rest, total)
+        total = load_part(out, whole, rest)
+        total = multiply_add(a, load_part(weights, p + whole, rest), total)
+        total = multiply_add(b, load_part(weights, q + whole, rest), total)
+        total = multiply_add(c, load_part(weights, r + whole, rest), total)
+        total = multiply_add(d, load_part(weights, s + whole, rest), total)
+        store_part(out, whole, rest, total)
 
 
-@njit(nogil=True)
+@plain
+def _float_add_row(weights, factor, start, out, room, ahead):
+    """Add factor * weights[start + i] to out[i]; asks for the row at ``ahead``."""
+    many, whole = splat(factor), out.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        ask(weights, ahead + i)
+        store(out, i, multiply_add(many, load(weights, start + i), load(out, i)))
+    if whole < out.size:
+        rest = out.size - whole
+        part = multiply_add(many, load_part(weights, start + whole, rest), load_part(out, whole, rest))
+        store_part(out, whole, rest, part)
+
+
+def _by_kind(over_floats, over_quants):
+    """A function of compiled code that is ``over_quants`` where weights are int8 or uint8, else ``over_floats``."""
+
+    def chosen(weights, *rest):
+        raise NotImplementedError("compiled code calls it")
+
+    @overload(chosen, strict=False, jit_options={"nogil": True, "_nrt": False})
+    def choose(weights, *rest):
+        return (over_quants if weights.dtype in (types.int8, types.uint8) else over_floats).py_func
+
+    return chosen
+
+
+@plain
+def _float_unpack(weights, x, words, room):
+    """Nothing to do."""
+
+
+_unpack = _by_kind(_float_unpack, kernels_quant.unpack)
+_dot = _by_kind(_float_dot, kernels_quant.dot)
+_dot_pair = _by_kind(_float_dot_pair, kernels_quant.dot_pair)
+_add_row = _by_kind(_float_add_row, kernels_quant.add_row)
+_add_rows = _by_kind(_float_add_rows, kernels_quant.add_rows)
+
+
+@plain
 def _activate(activation, gate):
     """act(gate); the ReLU kinds come here above their threshold only."""
     if activation == _SILU:
@@ -367,25 +217,40 @@ def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicte
     if gate_threshold > 0:
         return _ffn_in_passes(rows, x, ids, out, values, active, bias, threshold, activation, gate_threshold)
     weights = rows.reshape(rows.size)
-    hidden, gated = rows.shape[2], rows.shape[1] == 3
-    size, down = rows.shape[1] * hidden, (rows.shape[1] - 1) * hidden
+    row, gated = rows.shape[2], rows.shape[1] == 3
+    size, down = rows.shape[1] * row, (rows.shape[1] - 1) * row
     relu, limit = activation <= _DRELU, np.float32(threshold)
-    near = _NEAR_BYTES // rows.itemsize
+    foreseen = predicted or not relu  # what lies between the first and the last row is read for certain
+    whole = gated and foreseen
+    near, read = _NEAR_BYTES // rows.itemsize, (size if predicted else down if whole else row) * rows.itemsize
+    further = 1 + _AHEAD_BYTES // read
+    group = _GROUP if ids.size < rows.shape[0] // _DENSE else 1
+    quantised = rows.itemsize == 1
+    words = np.empty(x.size + 2 * LANES if quantised else 0, np.int16)
+    room = np.empty(7 * (x.size // LANES) if quantised else 0, np.float32)
+    _unpack(weights, x, words, room)
     starts, aheads = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
     factors = np.empty(_GROUP, np.float32)
     waiting, found, last = 0, 0, ids.size - 1
+    next_gate = np.float32(0)
     for j in range(ids.size):
-        start, ahead = ids[j] * size, ids[min(j + 1, last)] * size
+        start, ahead = ids[j] * size, ids[min(j + further, last)] * size
         values[j], active[j] = 0, False
         up = np.float32(1)
-        gate = _dot(weights, start, x, ahead)
+        if whole:
+            gate, up = _dot_pair(weights, start, start + row, x, words, room, ahead, ahead + row)
+        elif j % 2 == 0:
+            other, other_ahead = ids[min(j + 1, last)] * size, ids[min(j + 1 + further, last)] * size
+            gate, next_gate = _dot_pair(weights, start, other, x, words, room, ahead, other_ahead)
+        else:
+            gate = next_gate
         if not gated and bias.size:
             gate += bias[ids[j]]
         if relu and gate <= limit:
             continue
         if gated:
-            foreseen = predicted or not relu
-            up = _dot(weights, start + hidden, x, ahead + hidden if foreseen else start + down)
+            if not whole:
+                up = _dot(weights, start + row, x, words, room, start + down)
             if bias.size:
                 up += bias[ids[j]]
             if activation == _DRELU:
@@ -397,17 +262,19 @@ def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicte
         found += 1
         if value == 0:
             continue
-        factors[waiting], starts[waiting] = value, start + down
-        next_down = ids[min(j + _GROUP, last)] * size + down
-        aheads[waiting] = next_down if predicted else start + down + near
+        next_down = ids[min(j + max(_GROUP, further), last)] * size + down if predicted else start + down + near
+        if group == 1:
+            _add_row(weights, value, start + down, out, room, next_down)
+            continue
+        factors[waiting], starts[waiting], aheads[waiting] = value, start + down, next_down
         waiting += 1
         if waiting == _GROUP:
-            _add_rows(factors, weights, starts, out, aheads)
+            _add_rows(weights, factors, starts, out, room, aheads)
             waiting = 0
     if waiting:
         for k in range(waiting, _GROUP):
             factors[k], starts[k], aheads[k] = 0, starts[0], starts[0]
-        _add_rows(factors, weights, starts, out, aheads)
+        _add_rows(weights, factors, starts, out, room, aheads)
     return found
 
 
@@ -461,7 +328,7 @@ def copy_rows(source, ids, destination, slots):
     size = source.size // source.shape[0]
     taken, given = source.reshape(source.size), destination.reshape(destination.size)
     for i in range(ids.size):
-        _copy(given, slots[i] * size, taken, ids[i] * size, size)
+        copy(given, slots[i] * size, taken, ids[i] * size, size)
 
 
 @njit(nogil=True, cache=True)
@@ -471,17 +338,17 @@ def read_rows(words, ids):
     words uint32 [neuron, word], C-contiguous. ids int32 [n]. Prefetches as ``ffn`` does.
     """
     flat, size = words.reshape(words.size), words.shape[1]
-    whole = size // _LANES * _LANES
+    whole = size // LANES * LANES
     odd, rest, last = np.uint32(0), np.uint32(0), ids.size - 1
     for j in range(ids.size):
         start, ahead = ids[j] * size, ids[min(j + 1, last)] * size
         if whole:
-            _ask(flat, ahead)
-            parity = _load(flat, start)
-            for i in range(_LANES, whole, _LANES):
-                _ask(flat, ahead + i)
-                parity = _xor(parity, _load(flat, start + i))
-            odd ^= _parity(parity)
+            ask(flat, ahead)
+            folded = load(flat, start)
+            for i in range(LANES, whole, LANES):
+                ask(flat, ahead + i)
+                folded = xor(folded, load(flat, start + i))
+            odd ^= parity(folded)
         for i in range(whole, size):
             rest ^= flat[start + i]
     return odd ^ rest

@@ -6,9 +6,13 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
+from dinfer.families.quantise import dequantise
 from dinfer.model import ModelSpec
 
 Ffn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+CHUNK = 2048
+"""Quantised neurons that are turned into floats at a time."""
 
 
 def device_ffn(device: torch.device) -> Ffn:
@@ -29,7 +33,7 @@ def ffn(
     picked: torch.Tensor | None = None,
     gate_threshold: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sum [tokens, hidden] of the neurons in ``rows`` [neuron, matrix, hidden] and their values.
+    """Partial sum [tokens, hidden] of the neurons in ``rows`` [neuron, matrix, hidden or row_bytes] and their values.
 
     ``x`` [tokens, hidden] is the FFN's input, ``up_bias`` [neuron] or None; ``picked`` int64 names the rows to
     compute (None: all). The values [tokens, picked] are 0 where a neuron is inactive: its gate is at most
@@ -39,10 +43,33 @@ def ffn(
     """
     if picked is not None:
         rows, up_bias = rows[picked], None if up_bias is None else up_bias[picked]
+    if rows.dtype == torch.uint8:
+        return _quantised_ffn(rows, x, spec, up_bias, value_threshold, gate_threshold)
     values = neuron_values(rows, x, spec, up_bias, gate_threshold)
     if isinstance(value_threshold, torch.Tensor) or value_threshold > 0:
         values = values.masked_fill(values.abs() <= value_threshold, 0)
     return values @ rows[:, -1], values
+
+
+def _quantised_ffn(
+    rows: torch.Tensor,
+    x: torch.Tensor,
+    spec: ModelSpec,
+    up_bias: torch.Tensor | None,
+    value_threshold: float | torch.Tensor,
+    gate_threshold: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total, values = torch.zeros_like(x), [x.new_zeros(x.shape[0], 0)]
+    for start in range(0, rows.shape[0], CHUNK):
+        part = slice(start, start + CHUNK)
+        bias, value, gate = (
+            each[part] if isinstance(each, torch.Tensor) else each for each in (up_bias, value_threshold, gate_threshold)
+        )
+        floats = dequantise(rows[part], spec.dtype, x.dtype)
+        added, some = ffn(floats, x, spec, bias, value, gate_threshold=gate)  # type: ignore[arg-type]
+        total += added
+        values.append(some)
+    return total, torch.cat(values, dim=1)
 
 
 def neuron_values(

@@ -64,7 +64,7 @@ def measure_machine(
     ``progress`` is called with the share done.
     """
     checkpoint = open_checkpoint(model)
-    spec = checkpoint.spec.with_dtype(dtype or ("float32" if device == "cpu" else checkpoint.spec.dtype))
+    spec = checkpoint.spec.as_run(dtype or ("float32" if device == "cpu" else checkpoint.spec.dtype))
     blank = _blank_machine(device, link or EMULATED_LINK)
     plans = list(_calibration_plans(spec, blank, tuple(thresholds)))
     frames: list[pd.DataFrame] = []

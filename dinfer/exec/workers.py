@@ -6,6 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from dinfer.exec.bank import Bank
 from dinfer.exec.clock import Clock
@@ -35,8 +36,8 @@ class Workers:
     def __init__(self, plan: Plan, bank: Bank, threads: int, clock: Clock) -> None:
         self.spec, self.clock, self.predicted = plan.spec, clock, plan.activation == "predicted"
         spec = plan.spec
-        kind = str(bank.host.dtype).removeprefix("torch.")
-        self.rows = [_view(bank, layer, VIEWS[kind]) for layer in range(bank.host.shape[0])]
+        view = getattr(torch, VIEWS[spec.dtype])
+        self.rows = [layer.view(view).numpy() for layer in bank.host]
         self.biases = None if bank.up_bias is None else bank.up_bias.numpy()
         self.thresholds = [spec.gate_threshold if spec.sparsity_kind == "relu" else t for t in plan.value_thresholds]
         self.gate_thresholds = [0.0] * spec.layers
@@ -125,10 +126,3 @@ def _join(parts: list[Any]) -> Any:
         np.concatenate([part.values for part in ordered], axis=1),
         max(part.ended for part in ordered),
     )
-
-
-def _view(bank: Bank, layer: int, dtype: str) -> np.ndarray:
-    import torch
-
-    rows = bank.host[layer]
-    return (rows if rows.dtype == torch.float32 else rows.view(torch.int16)).numpy().view(dtype)
