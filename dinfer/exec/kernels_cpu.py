@@ -4,7 +4,7 @@ Rows lie neuron by neuron, [neuron, matrix, row] in the order gate, up, down (up
 ungated). numba has no 16-bit floats, so the integer type of a view says what it holds: VIEWS.
 
 What makes it fast: rows are read once; meanwhile those of a later neuron are asked for, line by
-line; two rows share one pass over x, and four neurons one over the output.
+line; four neurons share one pass over the output, and two rows of quants one over x.
 """
 
 import math
@@ -44,7 +44,6 @@ _DRELU, _SILU, _GELU = 1, 2, 3
 _GELU_SCALE, _GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
 _GROUP = 4  # neurons that share one pass over the output
 _AHEAD_BYTES = 12288  # how far ahead rows are asked for, at least
-_DENSE = 3  # of one neuron in this many and more, down rows are added one by one, in the order in which they lie
 _NEAR_BYTES = 2048  # how far ahead a down row is asked for whose neuron was not foreseen
 
 
@@ -71,31 +70,9 @@ def _float_dot(weights, start, x, words, room, ahead):
 
 @plain
 def _float_dot_pair(weights, start, other, x, words, room, ahead, other_ahead):
-    """``_dot`` of two rows at once, which share each load of x."""
-    a, b, c, d = splat(np.float32(0)), splat(np.float32(0)), splat(np.float32(0)), splat(np.float32(0))
-    blocks = x.size // (2 * LANES) * (2 * LANES)
-    for i in range(0, blocks, 2 * LANES):
-        j = i + LANES
-        ask(weights, ahead + i)
-        a = multiply_add(load(weights, start + i), load(x, i), a)
-        ask(weights, other_ahead + i)
-        c = multiply_add(load(weights, other + i), load(x, i), c)
-        ask(weights, ahead + j)
-        b = multiply_add(load(weights, start + j), load(x, j), b)
-        ask(weights, other_ahead + j)
-        d = multiply_add(load(weights, other + j), load(x, j), d)
-    whole = x.size // LANES * LANES
-    if blocks < whole:
-        ask(weights, ahead + blocks)
-        a = multiply_add(load(weights, start + blocks), load(x, blocks), a)
-        ask(weights, other_ahead + blocks)
-        c = multiply_add(load(weights, other + blocks), load(x, blocks), c)
-    if whole < x.size:
-        rest = x.size - whole
-        part = load_part(x, whole, rest)
-        b = multiply_add(load_part(weights, start + whole, rest), part, b)
-        d = multiply_add(load_part(weights, other + whole, rest), part, d)
-    return total(add(a, b)), total(add(c, d))
+    """``_dot`` of two rows, one after the other: sharing the loads of x did not pay."""
+    first = _float_dot(weights, start, x, words, room, ahead)
+    return first, _float_dot(weights, other, x, words, room, other_ahead)
 
 
 @plain
@@ -128,19 +105,6 @@ def _float_add_rows(weights, factors, starts, out, room, aheads):
         store_part(out, whole, rest, total)
 
 
-@plain
-def _float_add_row(weights, factor, start, out, room, ahead):
-    """Add factor * weights[start + i] to out[i]; asks for the row at ``ahead``."""
-    many, whole = splat(factor), out.size // LANES * LANES
-    for i in range(0, whole, LANES):
-        ask(weights, ahead + i)
-        store(out, i, multiply_add(many, load(weights, start + i), load(out, i)))
-    if whole < out.size:
-        rest = out.size - whole
-        part = multiply_add(many, load_part(weights, start + whole, rest), load_part(out, whole, rest))
-        store_part(out, whole, rest, part)
-
-
 def _by_kind(over_floats, over_quants):
     """A function of compiled code that is ``over_quants`` where weights are int8 or uint8, else ``over_floats``."""
 
@@ -162,7 +126,6 @@ def _float_unpack(weights, x, words, room):
 _unpack = _by_kind(_float_unpack, kernels_quant.unpack)
 _dot = _by_kind(_float_dot, kernels_quant.dot)
 _dot_pair = _by_kind(_float_dot_pair, kernels_quant.dot_pair)
-_add_row = _by_kind(_float_add_row, kernels_quant.add_row)
 _add_rows = _by_kind(_float_add_rows, kernels_quant.add_rows)
 
 
@@ -224,7 +187,6 @@ def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicte
     whole = gated and foreseen
     near, read = _NEAR_BYTES // rows.itemsize, (size if predicted else down if whole else row) * rows.itemsize
     further = 1 + _AHEAD_BYTES // read
-    group = _GROUP if ids.size < rows.shape[0] // _DENSE else 1
     quantised = rows.itemsize == 1
     words = np.empty(x.size + 2 * LANES if quantised else 0, np.int16)
     room = np.empty(7 * (x.size // LANES) if quantised else 0, np.float32)
@@ -263,9 +225,6 @@ def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicte
         if value == 0:
             continue
         next_down = ids[min(j + max(_GROUP, further), last)] * size + down if predicted else start + down + near
-        if group == 1:
-            _add_row(weights, value, start + down, out, room, next_down)
-            continue
         factors[waiting], starts[waiting], aheads[waiting] = value, start + down, next_down
         waiting += 1
         if waiting == _GROUP:

@@ -178,27 +178,3 @@ def add_rows(weights, factors, starts, out, room, aheads):
             _add_groups(weights, group * size, p, q, r, s, out, room, group, groups)
     for group in range(whole, groups):
         _add_groups(weights, group * size, p, q, r, s, out, room, group, groups)
-
-
-@plain
-def add_row(weights, factor, start, out, room, ahead):
-    """Add factor * weights[start + i] to out[i]; asks for the row at ``ahead``."""
-    size, groups = group_bytes(weights), out.size // LANES
-    quants, many = groups * size, LINE_BYTES // size
-    _scale_rows(weights, start + quants, factor, room, 0, ahead + quants, groups)
-    whole = groups // many * many
-    for first in range(0, whole, many):
-        ask(weights, ahead + first * size)
-        for group in range(first, first + many):
-            _add_group(weights, start + group * size, out, room, group, groups)
-    for group in range(whole, groups):
-        _add_group(weights, start + group * size, out, room, group, groups)
-
-
-@plain
-def _add_group(weights, index, out, room, group, groups):
-    """Add the group at byte ``index`` to 32 of ``out``."""
-    sums = load(out, LANES * group)
-    if group_bytes(weights) < LANES:
-        sums = add(sums, splat(at(room, 6 * groups + group)))
-    store(out, LANES * group, multiply_add(load_group(weights, index), splat(at(room, 2 * groups + group)), sums))
