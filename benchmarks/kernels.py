@@ -3,6 +3,8 @@
 Neurons are predicted (a sorted random id list, all of them active) or, marked exact, told active by
 their gates. Layers rotate, so that the weights come from memory and not from a cache. Times of one
 setting are measured in turn in one run; a ratio is the median over the turns.
+
+The same without AVX-512: NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES= python benchmarks/kernels.py
 """
 
 import argparse
