@@ -130,6 +130,13 @@ _add_rows = _by_kind(_float_add_rows, kernels_quant.add_rows)
 
 
 @plain
+def _ask_start(weights, start, count):
+    """Ask for the first ``count`` weights of a row that is needed soon and was not foreseen."""
+    for i in range(0, count, LANES):
+        ask(weights, start + i)
+
+
+@plain
 def _activate(activation, gate):
     """act(gate); the ReLU kinds come here above their threshold only."""
     if activation == _SILU:
@@ -192,20 +199,24 @@ def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicte
     room = np.empty(7 * (x.size // LANES) if quantised else 0, np.float32)
     _unpack(weights, x, words, room)
     starts, aheads = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
-    factors = np.empty(_GROUP, np.float32)
+    factors, gates = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.float32)
     waiting, found, last = 0, 0, ids.size - 1
-    next_gate = np.float32(0)
     for j in range(ids.size):
         start, ahead = ids[j] * size, ids[min(j + further, last)] * size
         values[j], active[j] = 0, False
         up = np.float32(1)
         if whole:
             gate, up = _dot_pair(weights, start, start + row, x, words, room, ahead, ahead + row)
-        elif j % 2 == 0:
-            other, other_ahead = ids[min(j + 1, last)] * size, ids[min(j + 1 + further, last)] * size
-            gate, next_gate = _dot_pair(weights, start, other, x, words, room, ahead, other_ahead)
         else:
-            gate = next_gate
+            if j % _GROUP == 0:
+                for k in range(0, _GROUP, 2):
+                    a, b = ids[min(j + k, last)] * size, ids[min(j + k + 1, last)] * size
+                    c, d = ids[min(j + k + further, last)] * size, ids[min(j + k + 1 + further, last)] * size
+                    gates[k], gates[k + 1] = _dot_pair(weights, a, b, x, words, room, c, d)
+                for k in range(1, _GROUP):
+                    if gates[k] > limit:
+                        _ask_start(weights, ids[min(j + k, last)] * size + row, near)
+            gate = gates[j % _GROUP]
         if not gated and bias.size:
             gate += bias[ids[j]]
         if relu and gate <= limit:
