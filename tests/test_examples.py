@@ -40,8 +40,8 @@ def test_command_lines_of_the_readme_and_the_help_parse(line):
 
 def test_the_readme_shows_every_command():
     text = (REPOSITORY / "README.md").read_text("utf-8")
-    missing = [c.callback.__name__ for c in app.registered_commands if f"dinfer {c.callback.__name__}" not in text]
-    assert missing == []
+    names = [command.callback.__name__.replace("_", "-") for command in app.registered_commands]
+    assert [name for name in names if f"dinfer {name}" not in text] == []
 
 
 def test_an_unknown_option_would_be_found():
