@@ -5,6 +5,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -65,6 +66,10 @@ def _gpu() -> Iterator[Row]:
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
         yield f"gpu {number}", "ok", f"{device.name}, {format_bytes(device.total_memory)}", f"CUDA {torch.version.cuda}"
+    if find_spec("triton"):
+        yield "triton", "ok", version("triton"), ""
+    else:
+        yield "triton", "note", "", "on the GPU torch computes the FFNs, and plans with --issue gather fail"
 
 
 def _solver() -> Iterator[Row]:

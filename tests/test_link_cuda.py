@@ -10,15 +10,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_execute import check_bank, make_plan, prompts
+from test_execute import FAST_LINK, check_bank, make_plan, prompts
 
 from dinfer.errors import InputError
 from dinfer.exec import Session, execute
 from dinfer.exec.bank import fill_bank
 from dinfer.exec.link import CudaLink
+from dinfer.exec.profile import _calibration_plans
 from dinfer.exec.profile_link import SIZES, TURNS, _fit, link_fits
 from dinfer.families import open_checkpoint
-from dinfer.machine import ISSUES
+from dinfer.machine import ISSUES, Device, Machine
+from dinfer.model import load_model
 from dinfer.record.recorder import record
 from dinfer.sim import simulate
 
@@ -122,3 +124,15 @@ def test_each_way_of_the_link_is_fitted(tiny_models):
     fits = link_fits(spec, torch.device("cuda"))
     assert [fit.step for fit in fits] == [f"prefetch {issue}" for issue in ISSUES]
     assert all(fit.fixed_us + fit.per_unit_ns > 0 for fit in fits)
+
+
+def test_calibration_plans_fit_the_gpu():
+    # of a 7B model in fp16 a GPU of 8 GiB holds a quarter: 0.9 * 8 GiB less context and 4.8 GB that are no neurons
+    spec = load_model("relullama-7b")
+    blank = Machine("m", Device("small", 8 * 2**30, 2**29), Device("cpu", 2**36), FAST_LINK, FAST_LINK, 1e11)
+    most = [int(plan.placement.slots.max()) for plan, _ in _calibration_plans(spec, blank, ())]
+    room = 0.9 * 8 * 2**30 - 2**29 - spec.dense_bytes
+    assert max(most) == int(room / spec.ffn_bytes * 11008)
+    assert 1000 < max(most) < 11008
+    large = replace(blank, gpu=replace(blank.gpu, memory_bytes=80 * 2**30))
+    assert max(int(plan.placement.slots.max()) for plan, _ in _calibration_plans(spec, large, ())) == 11008

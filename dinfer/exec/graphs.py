@@ -38,7 +38,7 @@ class Graphs:
         self.lengths = lengths(plan.context)
         layers = range(plan.spec.layers)
         self.attentions = [[self._ready(partial(self._attend, i, length)) for length in self.lengths] for i in layers]
-        self.ffns = [self._ready(partial(self._ffn, layer)) for layer in layers]
+        self.ffns = {i: self._ready(partial(self._ffn, i)) for i in layers if len(bank.bucket[i])}
 
     def start(self, position: int) -> None:
         """What follows is the token at ``position``."""

@@ -32,7 +32,7 @@ from dinfer.timeline import Run
 from dinfer.trace import Trace
 
 SHARES = (0.0, 0.12, 0.37, 0.62, 0.87, 1.0)
-"""Resident shares of the calibration plans; at the ends one side works alone."""
+"""Resident shares of the calibration plans, of what the GPU can hold; at the ends of all one side works alone."""
 
 MOVED = ((0.37, 0.03), (0.37, 0.12), (0.62, 0.06))
 """Resident share and window (a share of a layer's neurons) of the calibration plans that move neurons."""
@@ -83,7 +83,7 @@ def measure_machine(
     streamed = prefill  # an emulated GPU is the same cores
     if device == "cuda":
         fits += link_fits(spec, torch.device(device))
-    if device == "cuda" and _fits(spec, blank, 1.0):
+    if device == "cuda" and _most(spec, blank) == 1:
         prompts = _streamed_prefills(spec, machine, checkpoint, cpu_threads)
         streamed, described = _fit_prefill(spec, machine, prompts, "prefill on the GPU")
         fits.append(described)
@@ -106,10 +106,11 @@ def _streamed_prefills(
 
 def _calibration_plans(spec: ModelSpec, machine: Machine, thresholds: tuple[float, ...]) -> Iterator[tuple[Plan, int]]:
     frequency = np.random.default_rng(0).random((spec.layers, spec.neurons), np.float32)
+    most = _most(spec, machine)
 
     def plan(share: float, prompt_tokens: int = SHORT_PROMPT, **changes: Any) -> tuple[Plan, int]:
         default = {"thresholds": thresholds, "context": min(512, spec.max_positions)}
-        slots = np.full(spec.layers, int(share * spec.neurons))
+        slots = np.full(spec.layers, int(share * most * spec.neurons))
         return Plan(
             spec=spec,
             machine=machine,
@@ -121,23 +122,21 @@ def _calibration_plans(spec: ModelSpec, machine: Machine, thresholds: tuple[floa
         ), prompt_tokens
 
     for share in SHARES:
-        if _fits(spec, machine, share):
-            yield plan(share)
+        yield plan(share)
     if spec.sparsity_kind == "magnitude":
         yield plan(SHARES[0], thresholds=(SILENT,) * spec.layers)
         yield plan(SHARES[2], thresholds=(SILENT,) * spec.layers)
         yield plan(SHARES[3], thresholds=(0.0,) * spec.layers)
     for share, window in MOVED:
-        share = share if _fits(spec, machine, share) else SHARES[1]
         yield plan(share, cache={"name": "lru"}, window=max(1, int(window * spec.neurons)))
     for prompt_tokens in LONG_PROMPTS:
         yield plan(SHARES[2], min(prompt_tokens, spec.max_positions - WARM_TOKENS - TOKENS))
 
 
-def _fits(spec: ModelSpec, machine: Machine, share: float) -> bool:
-    """Whether the GPU holds a ``share`` of the neurons beside the rest, a tenth of it left free."""
-    rest = machine.gpu.context_bytes + spec.layers * spec.attention_bytes + 2 * spec.head_bytes
-    return share * spec.ffn_bytes + rest <= 0.9 * machine.gpu.memory_bytes
+def _most(spec: ModelSpec, machine: Machine) -> float:
+    """The share of the neurons that the GPU holds beside the rest with a tenth of it left free, at most all."""
+    rest = machine.gpu.context_bytes + spec.dense_bytes
+    return min(1.0, max(0.0, (0.9 * machine.gpu.memory_bytes - rest) / spec.ffn_bytes))
 
 
 def _random_activity(spec: ModelSpec, prompt_tokens: int) -> Trace:

@@ -39,7 +39,8 @@ def link_fits(spec: ModelSpec, device: torch.device) -> list[Fit]:
     bank = _bank(spec, device)
     sizes = np.array([size for size in SIZES if size <= spec.neurons])
     ways = [issue for issue in ISSUES if issue != "gather" or find_spec("triton")]
-    return [_fit(issue, sizes, _median_seconds(CudaLink(bank, issue, 1, int(sizes.max()), _forget), sizes)) for issue in ways]
+    links = [CudaLink(bank, issue, 1, int(sizes.max()), _forget) for issue in ways]
+    return [_fit(link.issue, sizes, _median_seconds(link, sizes)) for link in links]
 
 
 def _bank(spec: ModelSpec, device: torch.device) -> Bank:
