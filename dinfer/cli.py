@@ -163,8 +163,8 @@ def record(
         float | None, typer.Option(help="wanted share of inactive neurons of a SiLU or GELU model, 0.6 say")
     ] = None,
     allocate: Annotated[
-        str, typer.Option(help="how layers share the sparsity: greedy, under one error of the model, or uniform")
-    ] = "greedy",
+        str, typer.Option(help="how layers share the sparsity: uniform, or greedy, under one error of the model")
+    ] = "uniform",
     hidden: Annotated[bool, typer.Option(help="also the residuals, for predictors")] = False,
     levels: Annotated[bool, typer.Option(help="also 8-bit scores, contributions and gates")] = True,
     new_tokens: Annotated[int, typer.Option(help="most tokens that a prompt is continued by")] = 64,

@@ -78,5 +78,5 @@ def test_greedy_reaches_the_sparsity_in_the_mean_and_differs_by_layer(tiny_model
 
 
 def test_an_unknown_allocation_is_refused(tiny_models, tmp_path):
-    with pytest.raises(InputError, match="^allocation 'fair' is not one of greedy, uniform$"):
+    with pytest.raises(InputError, match="^allocation 'fair' is not one of uniform, greedy$"):
         record(tiny_models["llama-silu"], prompts(4), 4, tmp_path / "t", sparsity=0.6, allocation="fair")

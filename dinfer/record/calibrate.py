@@ -19,7 +19,7 @@ HEADROOM = 2.0
 
 DEFAULT_SAMPLING = Sampling()
 
-ALLOCATIONS = ("greedy", "uniform")
+ALLOCATIONS = ("uniform", "greedy")
 
 HISTOGRAM_SHIFT = 14
 """Float bits dropped in the histogram of magnitudes: 17 stay, a relative step of 2**-9."""
@@ -65,7 +65,7 @@ def calibrate(
     *,
     sparsity: float | None = None,
     thresholds: Any = None,
-    allocation: str = "greedy",
+    allocation: str = "uniform",
     max_new_tokens: int = 64,
     sampling: Sampling = DEFAULT_SAMPLING,
 ) -> Calibration:

@@ -42,7 +42,7 @@ def record(
     *,
     sparsity: float | None = None,
     thresholds: Sequence[float] | None = None,
-    allocation: str = "greedy",
+    allocation: str = "uniform",
     hidden: bool = False,
     levels: bool = True,
     max_new_tokens: int = 64,
