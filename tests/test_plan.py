@@ -199,12 +199,12 @@ TEXT = """\
   "name": "greedy",
   "objective": 2.0
  },
- "fingerprint": "7e45aba89e01336d"
+ "fingerprint": "4c268288c167bd03"
 }
 """
 
 ARRAYS = (
-    b'{"__metadata__":{"plan":"7e45aba89e01336d"},'
+    b'{"__metadata__":{"plan":"4c268288c167bd03"},'
     b'"resident":{"dtype":"U64","shape":[2,1],"data_offsets":[0,16]},'
     b'"frequency":{"dtype":"F32","shape":[2,4],"data_offsets":[16,48]}}'
 )
