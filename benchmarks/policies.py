@@ -184,7 +184,7 @@ def hidden_share(plan: Plan, trace: Trace, cache: str, done: Run) -> float:
 
 
 def sensitivity(setting: Setting, size: Size) -> list[dict[str, Any]]:
-    """Tokens/s over lambda, lookahead, window and the way a prefetch is issued."""
+    """Tokens/s over lambda, lookahead, window, the way a prefetch is issued, and the group that one copy moves."""
     plan, trace = plan_of(setting, size)
     last = plan.spec.layers - 1
     variants: list[tuple[str, Any, str, Plan, dict[str, Any]]] = []
@@ -196,6 +196,7 @@ def sensitivity(setting: Setting, size: Size) -> list[dict[str, Any]]:
         variants += [("lookahead", k, name, replace(plan, lookahead=min(k, last)), {}) for k in (0, 1, 2, 4)]
         variants += [("window", w, name, replace(plan, window=w), {}) for w in (16, 64, 256, 1024)]
         variants += [("issue", i, name, replace(plan, issue=i), {}) for i in ISSUES]
+        variants += [("group", g, name, replace(plan, issue="copy", group=g), {}) for g in (1, 4, 24, 64)]
     return [
         {**setting._asdict(), "knob": knob, "value": value, "cache": name,
          "tokens_per_second": run(made, trace, name, **parameters).timeline.tokens_per_second}
@@ -326,11 +327,15 @@ COLOURS = dict(
         strict=True,
     )
 )  # Okabe and Ito
+UNITS = {"window": ", neurons", "group": ", neurons a copy", "lookahead": ", layers", "horizon": ", tokens"}
 MARKS = {"static": "s", "hot_predicted": "o", "time_saved": "D"}
 
 
 def draw_shares(records: list[dict[str, Any]], path: Path) -> None:
-    """Share of the bound by policy: one group of bars a setting, one panel a kind of prediction."""
+    """Share of the bound by policy: one group of bars a setting, one panel a kind of prediction.
+
+    Belady, who knows each set, is drawn with the window that suits it best.
+    """
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 1, figsize=(13, 7.4), sharex=False, layout="constrained")
@@ -341,21 +346,22 @@ def draw_shares(records: list[dict[str, Any]], path: Path) -> None:
         for place, name in enumerate(names):
             shares = [
                 next(
-                    100 * r["tokens_per_second"] / r["bound"]
+                    100 * r["clairvoyant" if name == "belady" else "tokens_per_second"] / r["bound"]
                     for r in mine
                     if (r["model"], r["machine"], r["share"]) == key and r["cache"] == name
                 )
                 for key in settings
             ]
             where = np.arange(len(settings)) + (place - len(names) / 2 + 0.5) * 0.8 / len(names)
-            axis.bar(where, shares, 0.8 / len(names), label=name, color=COLOURS[name])
+            label = f"{name}, best window" if name == "belady" else name
+            axis.bar(where, shares, 0.8 / len(names), label=label, color=COLOURS[name])
         labels = [
             f"{model.removesuffix('-small')}\n{machine}\n{share:.0%} resident"
             for model, machine, share in settings
         ]
         axis.set_xticks(range(len(settings)), labels, fontsize=8)
         axis.set_xlim(-0.6, len(settings) - 0.4)
-        axis.set_ylabel("share of the free-link bound, %")
+        axis.set_ylabel("share of the bound, %")
         axis.set_title(f"prediction: {prediction}", loc="left", fontsize=10)
         axis.set_ylim(0, 100)
         axis.grid(axis="y", lw=0.4, alpha=0.5)
@@ -407,8 +413,8 @@ def draw_sensitivity(records: list[dict[str, Any]], path: Path) -> None:
     """Tokens/s over each knob, one panel a knob, one line a policy and kind of prediction."""
     import matplotlib.pyplot as plt
 
-    knobs = ("lambda", "horizon", "lookahead", "window", "issue")
-    figure, axes = plt.subplots(1, len(knobs), figsize=(14, 3.6), layout="constrained")
+    knobs = ("lambda", "horizon", "lookahead", "window", "issue", "group")
+    figure, axes = plt.subplots(1, len(knobs), figsize=(16, 3.6), layout="constrained")
     for axis, knob in zip(axes, knobs, strict=True):
         for prediction, style in (("oracle", "-"), ("previous", ":")):
             for name in CROSSED[1:]:
@@ -420,8 +426,7 @@ def draw_sensitivity(records: list[dict[str, Any]], path: Path) -> None:
                         [str(r["value"]) for r in mine], [r["tokens_per_second"] for r in mine], style,
                         marker=MARKS[name], ms=4, color=COLOURS[name], label=f"{name}, {prediction}",
                     )  # fmt: skip
-        unit = {"window": ", neurons", "lookahead": ", layers", "horizon": ", tokens"}.get(knob, "")
-        axis.set_xlabel(knob + unit)
+        axis.set_xlabel(knob + UNITS.get(knob, ""))
         axis.set_ylim(0)
         axis.grid(lw=0.4, alpha=0.5)
     axes[0].set_ylabel("tokens/s")
