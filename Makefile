@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := test
-.PHONY: venv test test-slow demo bench notebooks clean
+.PHONY: venv test test-slow demo bench healed notebooks clean
 
 venv: $(READY)
 
@@ -31,6 +31,10 @@ demo: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/kernels.py -o md
 	$(BIN)/python benchmarks/replay.py -o md
+
+# Trains smollm2-relu, a ReLU model, out of SmolLM2: about an hour and a half on 2 cores. Stopped, it goes on where it was.
+healed: $(READY)
+	$(BIN)/python examples/heal_relu.py
 
 # Runs each notebook and leaves the results under out/notebooks/, beside the committed ones.
 notebooks: $(READY)

