@@ -22,7 +22,7 @@ PROMPTS = Path(__file__).parents[1] / "traces" / "prompts" / "prompts.jsonl"
 
 
 def main(
-    model: Annotated[str, typer.Option(help="a local model directory, or smollm2")] = "smollm2",
+    model: Annotated[str, typer.Option(help="a local model directory, smollm2 or smollm2-relu")] = "smollm2",
     trace: Annotated[Path | None, typer.Option(help="a trace of that model; recorded when left out")] = None,
     device: str = "cpu",
     budgets: Annotated[str, typer.Option(help="shares of all neurons, in percent")] = "25,50,75",

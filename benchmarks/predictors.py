@@ -182,7 +182,7 @@ def markdown(results: list[dict[str, Any]]) -> str:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="model directory or smollm2")] = "smollm2",
+    model: Annotated[str, typer.Argument(help="model directory, smollm2 or smollm2-relu")] = "smollm2",
     home: Annotated[Path, typer.Option(help="working directory: traces and predictors")] = Path("out/predictors"),
     out: Annotated[Path, typer.Option(help="results: this name with .json and .md")] = Path("out/predictors/results"),
     lookahead: Annotated[str, typer.Option(help="layers ahead, with commas")] = "1",

