@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from dinfer.chat import converse
 from dinfer.errors import InputError, PlanWarning
 from dinfer.options import (
     check_what_to_run,
@@ -453,7 +454,13 @@ def reproduce(
 def run(
     plan: Annotated[Path, typer.Argument(help="plan file", show_default=False)],
     model: Annotated[str, typer.Option(help="model directory, .gguf, smollm2, smollm2-relu or hub name")],
-    prompt: Annotated[str | None, typer.Option(help="text to answer", show_default=False)] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="text to answer; several are decoded together. Without one: stdin, a conversation in a terminal",
+            show_default=False,
+        ),
+    ] = None,
     replay: Annotated[
         Path | None, typer.Option(help="decode this trace's tokens instead of a prompt", show_default=False)
     ] = None,
@@ -483,7 +490,10 @@ def run(
     force: Force = False,
 ) -> None:
     """Run a plan on its model: the text on stdout, what was done on stderr (on stdout with -o)."""
-    check_what_to_run(prompt, replay, tokens, sequences)
+    talks = not prompt and replay is None and sys.stdin.isatty()
+    prompts = prompt or ([sys.stdin.read()] if replay is None and not talks else [])
+    if not talks:
+        check_what_to_run(prompts, replay, tokens, sequences)
     if timeline is not None:
         free_file(timeline, force)
     from dinfer.plan import Plan
@@ -494,23 +504,33 @@ def run(
     if replayed is not None:
         read.check_model(replayed.spec, replayed.meta.get("weights", ""))
         _note(f"replaying {len(replayed.phase('decode'))} tokens")
-    from dinfer.exec import execute
+    from dinfer.exec import Conversation, Session
     from dinfer.exec.execute import open_device
     from dinfer.record.fetch import resolve_model
     from dinfer.report import print_run, run_summary
 
     open_device(device)
-    streams = output is None and prompt is not None
-    done = execute(
-        read, resolve_model(model), prompt, replay=replayed, device=device, max_tokens=tokens, temperature=temperature,
-        top_p=top_p, seed=seed, chat=chat, on_text=_stream if streams else None, costs=costs, prefill=prefill,
-        predictor=_predictor(predictor),
-    )  # fmt: skip
-    if streams:
-        print()
+    streams = output is None and len(prompts) == 1
+    how: dict[str, Any] = {"costs": costs, "prefill": prefill, "predictor": _predictor(predictor)}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    with Session(read, resolve_model(model), device, **how) as session:
+        if replayed is not None:
+            done = session.replay(replayed)
+        elif talks:
+            conversation = Conversation(session, **sampling)
+            converse(conversation, tokens)
+            done = conversation.finish()
+        else:
+            on_text = _stream if streams else None
+            done = session.generate(
+                prompts[0] if len(prompts) == 1 else prompts, max_tokens=tokens, chat=chat, on_text=on_text, **sampling
+            )
+    texts = [answer.text for answer in done.answers] if prompts else []
+    if output is None:
+        print("\n\n".join(texts) if len(texts) > 1 else "", end="\n" if texts else "")
     _save_timeline(done.timeline, timeline)
-    summary = run_summary(done, read)
-    print_run(summary | ({"text": done.text} if prompt is not None and output else {}), output, to_stderr=not output)
+    summary = run_summary(done, read) | ({"text": "\n\n".join(texts)} if texts and output else {})
+    print_run(summary, output, to_stderr=not output)
 
 
 @app.command(

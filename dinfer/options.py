@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from dinfer.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dinfer.machine import Link, Machine
     from dinfer.model import ModelSpec
     from dinfer.trace import Trace
@@ -106,14 +108,18 @@ def thresholds_of(trace: Path) -> tuple[float, ...]:
     return tuple(Trace.load(trace).meta.get("thresholds", ()))
 
 
-def check_what_to_run(prompt: str | None, replay: Path | None, tokens: int, sequences: str | None) -> None:
-    """Raise InputError unless there is one thing to run, a prompt or a replay, and it is not empty."""
-    if (prompt is None) == (replay is None):
-        given = "neither" if prompt is None else "both"
-        raise InputError(f"{given} of --prompt and --replay given; give one: a text to answer or a trace to replay")
-    if prompt is not None and not prompt.strip():
+def check_what_to_run(prompts: "Sequence[str]", replay: Path | None, tokens: int, sequences: str | None) -> None:
+    """Raise InputError unless there is one thing to run, prompts or a replay, and none is empty.
+
+    Without either, ``prompts`` holds what stdin said.
+    """
+    if replay is None and list(prompts) in ([], [""]):
+        raise InputError("neither of --prompt and --replay given, nor text on stdin; give one of them")
+    if prompts and replay is not None:
+        raise InputError("both of --prompt and --replay given; give one: a text to answer or a trace to replay")
+    if not all(text.strip() for text in prompts):
         raise InputError("prompt is empty; give --prompt some text")
-    if prompt is not None and sequences is not None:
+    if prompts and sequences is not None:
         raise InputError(f"sequences {sequences} are of a trace; give --replay TRACE or leave them out")
     if tokens < 1:
         raise InputError(f"tokens is {tokens}; it must be at least 1")

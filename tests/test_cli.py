@@ -411,7 +411,7 @@ def empty_prompt(work):
 
 
 def nothing_to_run(work):
-    line = "neither of --prompt and --replay given; give one: a text to answer or a trace to replay"
+    line = "neither of --prompt and --replay given, nor text on stdin; give one of them"
     return run_command(work), line
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dinfer.errors import InputError
+from dinfer.exec.answering import answer
 from dinfer.exec.bank import Bank, fill_bank
 from dinfer.exec.clock import Clock
 from dinfer.exec.decode import Running, decode_token, end_token, settle
@@ -158,42 +159,34 @@ class Session:
         ``on_logits`` the logits [vocab] that each token was chosen from (of a list [sequences still going, vocab]).
         """
         check_sampling(max_tokens, temperature, top_p)
-        self._check_predictions()
+        self.check_predictions()
         prompts = listed(prompt)
         several = prompts != [prompt]
         tokenizer = open_tokenizer(self.checkpoint) if any(isinstance(p, str) for p in prompts) else None
         encoded = [encode(one, tokenizer, chat) for one in prompts]
         self._check_batch(len(encoded))
-        self._check_context(max(map(len, encoded)) + max_tokens)
+        self.check_context(max(map(len, encoded)) + max_tokens)
         stops = stop_ids(self.checkpoint, tokenizer) if stop else set()
-        choose = [Chooser(temperature, top_p, seed + index) for index in range(len(encoded))]
+        choosers = [Chooser(temperature, top_p, seed + index) for index in range(len(encoded))]
         pieces = [Pieces(tokenizer) for _ in encoded]
-        written: list[list[int]] = [[] for _ in encoded]
-        run = self._start(None)
+
+        def on_token(index: int, token: int) -> None:
+            if on_text is not None and tokenizer is not None:
+                piece = pieces[index].add(token)
+                on_text(piece, index) if several else on_text(piece)
+
+        def show(rows: torch.Tensor) -> None:
+            if on_logits is not None:
+                on_logits(rows if several else rows[0])
+
+        run = self.start()
         try:
             logits = torch.stack([timed_prefill(run, i, ids, way=self.prefill) for i, ids in enumerate(encoded)])
-            run.going = range(len(encoded))
-            run.clock.resume()
-            while True:
-                if on_logits is not None:
-                    on_logits(logits if several else logits[0])
-                for index, row in zip(run.going, logits, strict=True):
-                    token = choose[index].token(row)
-                    written[index].append(token)
-                    if on_text is not None and tokenizer is not None:
-                        piece = pieces[index].add(token)
-                        on_text(piece, index) if several else on_text(piece)
-                if len(written[run.going[0]]) > 1:
-                    end_token(run)
-                run.going = [s for s in run.going if len(written[s]) < max_tokens and written[s][-1] not in stops]
-                if not run.going:
-                    break
-                last = [written[index][-1] for index in run.going]
-                logits = decode_token(run, last, [len(encoded[s]) + len(written[s]) - 1 for s in run.going])
-            run.clock.pause()
+            starts = [len(ids) for ids in encoded]
+            written = answer(run, logits, starts, choosers, max_tokens, stops, on_token, show)
         finally:
             run.close()
-        return self._finish(run, [Answer(_text(tokenizer, ids), tuple(ids)) for ids in written])
+        return self.finish(run, [Answer(_text(tokenizer, ids), tuple(ids)) for ids in written])
 
     def replay(self, trace: Trace) -> Run:
         """Decode the trace's decode tokens, sequence by sequence, with its activity as what is predicted.
@@ -208,12 +201,12 @@ class Session:
             raise InputError("the trace has no decode token to replay; record with --tokens 1 or more")
         if "batch" in trace.meta:
             raise InputError("the trace is batched already; give it as it was recorded, the plan says --batch")
-        self._check_context(int(trace.tokens["position"].max()) + 1)
+        self.check_context(int(trace.tokens["position"].max()) + 1)
         batch = self.plan.batch
         groups = decoded.together(batch)
         known = decoded if batch == 1 else decoded.batched(batch)
         sequence = known.tokens["sequence"].to_numpy()
-        run = self._start(known, np.concatenate([[True], sequence[1:] != sequence[:-1]]))
+        run = self.start(known, np.concatenate([[True], sequence[1:] != sequence[:-1]]))
         run.going = range(batch)
         try:
             for parts in groups:
@@ -230,9 +223,10 @@ class Session:
             run.clock.pause()
         finally:
             run.close()
-        return self._finish(run, [Answer("", tuple(part.tokens["id"].tolist())) for parts in groups for part in parts])
+        return self.finish(run, [Answer("", tuple(part.tokens["id"].tolist())) for parts in groups for part in parts])
 
-    def _check_predictions(self) -> None:
+    def check_predictions(self) -> None:
+        """Raise InputError when the plan's predictions need a trace."""
         policy = self.plan.policy
         if policy.clairvoyant or self.plan.prediction == "oracle" and policy.moves:
             raise InputError(
@@ -256,14 +250,16 @@ class Session:
         """A run that has decoded nothing yet, for those who step it themselves; its ``close`` ends the threads."""
         return self._start(None)
 
-    def _check_context(self, tokens: int) -> None:
+    def check_context(self, tokens: int) -> None:
+        """Raise InputError when the KV cache cannot hold ``tokens`` tokens."""
         if tokens > self.plan.context:
             raise InputError(
                 f"prompt and answer take {tokens} tokens, the plan's KV cache holds {self.plan.context}; "
                 f"lower --tokens or plan with --context {tokens}"
             )
 
-    def _start(self, replay: Trace | None, first: np.ndarray | None = None) -> Running:
+    def start(self, replay: Trace | None = None, first: np.ndarray | None = None) -> Running:
+        """The loaded model at the plan's placement, its threads started; ``close`` ends them."""
         plan, spec = self.plan, self.plan.spec
         running = (self.costs or ("running" if replay is None else "plan")) == "running"
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - self.cpu_threads))
@@ -309,7 +305,8 @@ class Session:
             return None
         return self.predictor.predict(replay)
 
-    def _finish(self, run: Running, answers: Sequence[Answer]) -> Run:
+    def finish(self, run: Running, answers: Sequence[Answer]) -> Run:
+        """What ``run``, whose threads have ended, did."""
         for layer in range(self.plan.spec.layers):
             settle(run, layer)
         moves = sorted(run.moves, key=lambda move: move[:2])
