@@ -567,17 +567,25 @@ def compare(
     predicted: Annotated[Path, typer.Argument(help="timeline of a simulation", show_default=False)],
     measured: Annotated[Path, typer.Argument(help="timeline of a run of the same plan", show_default=False)],
     figure: Annotated[Path | None, typer.Option(help="also draw it: .png, .svg or .pdf", show_default=False)] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="also write both as one .json for Perfetto", show_default=False)
+    ] = None,
     output: Form = None,
     force: Annotated[bool, typer.Option("--force", help="overwrite; compare different plans")] = False,
 ) -> None:
     """Predicted beside measured, step by step, with the error (predicted / measured - 1)."""
-    if figure is not None:
-        free_file(figure, force)
+    for file in (figure, timeline):
+        if file is not None:
+            free_file(file, force)
     from dinfer.compare import compare as compare_timelines
     from dinfer.report import print_table
-    from dinfer.timeline import Timeline
+    from dinfer.timeline import Timeline, save_together
 
-    frame = compare_timelines(Timeline.load(predicted), Timeline.load(measured), force=force)
+    both = Timeline.load(predicted), Timeline.load(measured)
+    frame = compare_timelines(*both, force=force)
+    if timeline is not None:
+        save_together(both, timeline)
+        _note(f"both timelines in {timeline}; open it in ui.perfetto.dev")
     if figure is not None:
         from dinfer.plot import plot_compare
 

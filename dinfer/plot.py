@@ -39,6 +39,36 @@ def plot_timeline(timeline: Timeline, tokens: int = 1, first: int | None = None)
 
     Raises InputError when the timeline kept no spans or has no such token.
     """
+    first, spans = _spans_of(timeline, tokens, first)
+    figure, axes = _figure()
+    _draw_streams(axes, spans)
+    axes.set_xlabel(f"time since the start of token {first} (ms)")
+    axes.set_title(_title(timeline, first, tokens), loc="left", fontsize=10)
+    _step_legend(figure, [STEPS[code] for code in np.unique(spans["step"])])
+    return figure
+
+
+def plot_timelines(
+    simulated: Timeline, executed: Timeline, tokens: int = 1, first: int | None = None
+) -> "Figure":
+    """The same tokens of a simulated and of a real run, one above the other at one scale; see ``plot_timeline``."""
+    from matplotlib.figure import Figure
+
+    first, above = _spans_of(simulated, tokens, first)
+    _, below = _spans_of(executed, tokens, first)
+    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+    longest, runs = 0.0, ((simulated, above), (executed, below))
+    for axes, (timeline, spans) in zip(figure.subplots(2, sharex=True), runs, strict=True):
+        longest = max(longest, _draw_streams(axes, spans))
+        axes.set_title(_title(timeline, first, tokens), loc="left", fontsize=10)
+    axes.set_xlim(0, longest)
+    axes.set_xlabel(f"time since the start of token {first} (ms)")
+    _step_legend(figure, [STEPS[code] for code in np.union1d(above["step"], below["step"])])
+    return figure
+
+
+def _spans_of(timeline: Timeline, tokens: int, first: int | None) -> tuple[int, np.ndarray]:
+    """The first token drawn and the spans of all that are."""
     if not len(timeline.spans):
         raise InputError("the timeline holds sums only and no spans; simulate with spans to draw it")
     if first is None:
@@ -47,7 +77,11 @@ def plot_timeline(timeline: Timeline, tokens: int = 1, first: int | None = None)
     spans = timeline.spans[(number >= first) & (number < first + tokens)]
     if not len(spans):
         raise InputError(f"token {first} is not in the timeline; it has {timeline.tokens} tokens")
-    figure, axes = _figure()
+    return first, spans
+
+
+def _draw_streams(axes: "Axes", spans: np.ndarray) -> float:
+    """Draw a row for each stream; returns the milliseconds from the first start to the last end."""
     begin = float(spans["start_seconds"].min())
     for row in range(len(STREAMS)):
         mine = spans[spans["stream"] == row]
@@ -62,14 +96,12 @@ def plot_timeline(timeline: Timeline, tokens: int = 1, first: int | None = None)
             axes.text(0.01, row, "idle", va="center", color="#606060", transform=axes.get_yaxis_transform())
     axes.set_yticks(range(len(STREAMS)), STREAMS)
     axes.set_ylim(len(STREAMS) - 0.5, -0.5)
-    axes.set_xlim(0, (float(spans["end_seconds"].max()) - begin) * 1e3)
-    axes.set_xlabel(f"time since the start of token {first} (ms)")
     axes.set_ylabel("stream")
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.set_title(_title(timeline, first, tokens), loc="left", fontsize=10)
-    _step_legend(figure, [STEPS[code] for code in np.unique(spans["step"])])
-    return figure
+    milliseconds = (float(spans["end_seconds"].max()) - begin) * 1e3
+    axes.set_xlim(0, milliseconds)
+    return milliseconds
 
 
 def plot_compare(frame: pd.DataFrame) -> "Figure":

@@ -159,6 +159,23 @@ def test_run_streams_its_text_to_stdout(home):
     assert err == ""
 
 
+def test_run_reads_its_prompt_from_stdin(home):
+    command = ["run", home / "plan.json", "--model", home / "model", "--device", "cpu", "--tokens", 5]
+    out, _ = dinfer(*command, "--prompt", PROMPTS[0])
+    result = CliRunner().invoke(app, [str(a) for a in command], input=PROMPTS[0], prog_name="dinfer")
+    assert (result.exit_code, result.stdout) == (0, out)
+
+
+def test_run_answers_several_prompts_together(home, tmp_path):
+    plan = tmp_path / "plan.json"
+    made = ["plan", home / "trace", "--machine", home / "machine.toml", "--vram", "50%", "-o", plan]
+    dinfer(*made, "--batch", 2)
+    run = ["run", plan, "--model", home / "model", "--device", "cpu", "--tokens", 5]
+    alone = [dinfer(*run, "--prompt", prompt)[0] for prompt in PROMPTS[:2]]
+    both, _ = dinfer(*run, "--prompt", PROMPTS[0], "--prompt", PROMPTS[1])
+    assert both == "\n".join(alone)
+
+
 def test_plan_prints_memory_slots_and_solver(home, tmp_path):
     common = ["plan", home / "trace", "--machine", home / "machine.toml", "--solver", "ilp", "--cache", "static"]
     out, err = dinfer(*common, "--vram", "50%", "-o", tmp_path / "p.json")

@@ -8,7 +8,7 @@ import pytest
 
 from dinfer.compare import compare
 from dinfer.errors import InputError
-from dinfer.plot import COLOURS, plot_compare, plot_memory, plot_predicted_measured, plot_timeline
+from dinfer.plot import COLOURS, plot_compare, plot_memory, plot_predicted_measured, plot_timeline, plot_timelines
 from dinfer.timeline import STEPS, STREAMS, Span, Timeline
 
 
@@ -24,6 +24,19 @@ def timeline():
             Span(token, -1, "head", "gpu", at + 7e-3, at + 1e-2),
         ]
     return Timeline.from_spans(spans, 4, 4e-2, {"source": "simulated", "machine": "pc-low"})
+
+
+def test_two_timelines_have_the_same_rows_and_one_scale(timeline, tmp_path):
+    other = Timeline(timeline.spans.copy(), 4, 4e-2, {"source": "executed"})
+    other.spans["end_seconds"] += other.spans["start_seconds"]
+    other.spans["start_seconds"] *= 2
+    figure = plot_timelines(timeline, other)
+    drawn(figure, tmp_path)
+    above, below = figure.axes
+    assert [label.get_text() for label in above.get_yticklabels()] == list(STREAMS)
+    assert [label.get_text() for label in below.get_yticklabels()] == list(STREAMS)
+    assert above.get_xlim() == below.get_xlim()
+    assert above.get_title(loc="left") != below.get_title(loc="left")
 
 
 def drawn(figure, tmp_path):

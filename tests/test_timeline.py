@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dinfer.errors import InputError
-from dinfer.timeline import SPAN_DTYPE, STEPS, STREAMS, Answer, Run, Span, Timeline
+from dinfer.timeline import SPAN_DTYPE, STEPS, STREAMS, Answer, Run, Span, Timeline, save_together
 
 SPANS = [
     Span(0, 0, "attention", "gpu", 0.0, 0.25),
@@ -207,3 +207,13 @@ def test_a_later_version_is_refused(tmp_path):
     path.write_text(TEXT.replace('"version": 1', '"version": 2'))
     with refuses(f"{path} has version 2, this dinfer reads up to 1"):
         Timeline.load(path)
+
+
+def test_two_timelines_go_into_one_file_as_two_processes(tmp_path):
+    """Perfetto shows them beside each other: the same rows with the same names."""
+    both = TIMELINE, replace(TIMELINE, meta={"source": "executed"})
+    save_together(both, tmp_path / "both.json")
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    assert events == both[0].to_chrome(1)["traceEvents"] + both[1].to_chrome(2)["traceEvents"]
+    rows = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
+    assert rows == {(process, stream) for process in (1, 2) for stream in STREAMS}

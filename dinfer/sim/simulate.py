@@ -30,15 +30,15 @@ def simulate(
     """Replay the decode tokens of ``trace`` under ``plan`` and time them.
 
     ``machine`` has the true costs; the plan's own are what its decisions believe (and the default). ``load`` is other
-    load on the machine. ``spans=False`` keeps the sums of the steps but not each span, ``decisions=False`` how
-    many neurons each step fetched but not which ones. The cache's state and the placement start afresh at the trace's
-    first token and carry on over its sequences. The plan's ``batch`` of sequences is decoded together
-    (``Trace.batched``; a trace that is batched already is replayed as it is), each step counts as many tokens.
-    ``predictor`` predicts in the place of the plan's ``prediction``, and costs what it says. ``asynchronous`` is
-    DynamicInfer's way: a scheduler thread steps the policy beside the decoding thread, and the CPU's partial sum
-    never queues behind prefetches, which have a stream of their own. ``believed`` (``Timeline.believed`` of a run)
-    makes the decisions depend on what that run believed at each token. Raises InputError when the trace is of
-    another model or has no decode token, or when the predictor is not of its decode tokens.
+    load on the machine. ``spans=False`` keeps the sums of the steps but not each span, ``decisions=False`` how many
+    neurons each step fetched but not which ones. The cache's state and the placement start afresh at the trace's first
+    token and carry on over its sequences. The plan's ``batch`` of sequences is decoded together (``Trace.batched``; a
+    trace that is batched already is replayed as it is), each step counts as many tokens. ``predictor`` predicts in the
+    place of the plan's ``prediction``, and costs what it says. ``asynchronous`` is DynamicInfer's way: a scheduler
+    thread steps the policy beside the decoding thread, and the CPU's partial sum never queues behind prefetches, which
+    have a stream of their own. ``believed`` (``Timeline.believed`` of a run) makes the decisions depend on what that
+    run believed at each token. Raises InputError when the trace is of another model or has no decode token, or when the
+    predictor is not of its decode tokens.
     """
     plan.check_model(trace.spec, trace.meta.get("weights", ""))
     decoded = trace.phase("decode")
