@@ -466,7 +466,9 @@ def run(
     ] = None,
     predictor: PredictorOption = None,
     sequences: Sequences = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to emulate the GPU")] = "cuda",
+    device: Annotated[
+        str, typer.Option(help="cuda; cpu to emulate the GPU; none to compute everything on the CPU")
+    ] = "cuda",
     tokens: Annotated[int, typer.Option(help="most tokens to answer with")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_p: Annotated[float, typer.Option(help="nucleus of the sampling")] = 1.0,
@@ -706,4 +708,5 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(len(values), 1)
 
 
-import dinfer.cli_predict  # noqa: E402, F401  its commands stand on the app
+import dinfer.cli_capacity  # noqa: E402
+import dinfer.cli_predict  # noqa: E402, F401  their commands stand on the app

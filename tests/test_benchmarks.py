@@ -13,6 +13,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FIELDS = ["name", "setting", "median", "low", "high", "unit", "against", "ratio"]
 SMALL = ["--quick", "--dtype", "bfloat16", "--hidden", "256", "--neurons", "512", "--gib", "0.01"]
 SHORT = ["--quick", "--layers", "2", "--neurons", "200", "--tokens", "8"]
+DECODE = ["--case", "MODEL", "--dtypes", "float32", "--systems", "transformers", "--steps", "10", "--repeat", "1"]
+DECODE += ["--gib", "0.05"]
 TINY = {"kernels.py": SMALL, "policies.py": ["--quick"], "replay.py": SHORT}
 
 
@@ -43,7 +45,25 @@ def read(text: str, output: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize("output", ["md", "csv", "json"])
 @pytest.mark.parametrize("script", sorted(TINY))
 def test_rows_have_the_schema(script, output):
-    text, errors = run(script, output)
+    check(*run(script, output), output)
+
+
+def test_decoding_is_compared_with_a_peer_that_writes_the_same(tiny_models, tmp_path):
+    # the script ends with an error where dinfer and transformers do not begin with the same 8 tokens
+    model, saved = tiny_models["llama-relu"], tmp_path / "decode.json"
+    TINY["decode.py"] = [str(model) if word == "MODEL" else word for word in DECODE] + ["--save", str(saved)]
+    text, errors = run("decode.py", "md")
+    rows = check(text, errors, "md")
+    assert [row["against"] for row in rows if row["name"] == "dinfer sparse"][1:] == ["transformers", "dinfer dense"]
+    kept = json.loads(saved.read_text())["llama-relu, float32"]["systems"]
+    assert kept["dinfer dense"]["equal_tokens"] == 11
+    assert 0 < kept["dinfer sparse"]["active_share"] < 1
+    assert kept["dinfer sparse"]["bytes_a_token"] < kept["transformers"]["bytes_a_token"]
+    assert "| transformers |" in saved.with_suffix(".md").read_text()
+
+
+def check(text: str, errors: str, output: str) -> list[dict[str, str]]:
+    """The rows of what was printed, each as the schema has it."""
     rows = read(text, output)
     assert rows
     for row in rows:
@@ -56,3 +76,4 @@ def test_rows_have_the_schema(script, output):
     heading = text if output == "md" else errors
     assert "numba" in heading
     assert "cores" in heading
+    return rows

@@ -439,7 +439,7 @@ def no_prompts(work):
 
 
 def unknown_device(work):
-    return run_command(work, "--prompt", "hi", device="tpu"), "device 'tpu' is not one of cuda, cpu"
+    return run_command(work, "--prompt", "hi", device="tpu"), "device 'tpu' is not one of cuda, cpu, none"
 
 
 def odd_link(work):

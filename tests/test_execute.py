@@ -464,7 +464,7 @@ def refuses(message: str):
 def test_bad_input_is_refused_at_the_door(tiny_models, relu_trace):
     relu = tiny_models["llama-relu"]
     plan = make_plan(relu, 60)
-    with refuses("device 'tpu' is not one of cuda, cpu"):
+    with refuses("device 'tpu' is not one of cuda, cpu, none"):
         execute(plan, relu, [1], device="tpu")
     with refuses("prompt has no token; give --prompt some text"):
         execute(plan, relu, [], device="cpu")

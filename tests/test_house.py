@@ -27,7 +27,10 @@ ROOMS = {  # room: the other rooms that it may import
     "exec": {"families"},
     "families": set(),
 }
-ROOF = "chat compare plot report cli cli_predict demo doctor options systems sweep reproduce lm_eval __init__".split()
+ROOF = (
+    "chat compare plot report cli cli_capacity cli_predict capacity demo doctor options systems sweep reproduce "
+    "lm_eval __init__"
+).split()
 HEAVY = {"torch", "pulp", "matplotlib"}
 FORBIDDEN = dict.fromkeys(GROUND, HEAVY) | {"sim": {"torch"}}
 

@@ -237,7 +237,7 @@ def test_a_description_with_wrong_keys_is_refused(change: dict[str, Any], messag
 def test_an_unknown_machine_is_refused_with_the_names_that_are_known() -> None:
     message = (
         "machine 'rtx9999' is not in the catalogue (pc-high, pc-low, rtx3090, rtx4060ti-16gb, "
-        "rtx4080, rtx5090); name one of these or a .toml file"
+        "rtx4080, rtx4090, rtx5090); name one of these or a .toml file"
     )
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         load_machine("rtx9999")
@@ -268,6 +268,7 @@ def test_the_catalogue_holds_the_papers_machines_and_four_more() -> None:
         "rtx3090",
         "rtx4060ti-16gb",
         "rtx4080",
+        "rtx4090",
         "rtx5090",
     ]
 
@@ -294,6 +295,7 @@ def test_catalogue_machines_are_whole(name: str) -> None:
         ("rtx3090", 24),
         ("rtx4060ti-16gb", 16),
         ("rtx4080", 16),
+        ("rtx4090", 24),
         ("rtx5090", 32),
     ],
 )

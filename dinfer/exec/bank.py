@@ -8,7 +8,7 @@ import torch
 from numba import njit
 
 from dinfer.errors import InputError, PlanWarning
-from dinfer.families import TORCH_DTYPES, Checkpoint
+from dinfer.families import TORCH_DTYPES, Checkpoint, host_tensor
 from dinfer.families.quantise import QUANT_BYTES, quantise, relative_error, row_bytes
 from dinfer.placement import Placement
 from dinfer.units import format_bytes
@@ -138,9 +138,7 @@ def host_slab(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) -
                 PlanWarning,
                 stacklevel=4,
             )
-    # numpy's memory gets huge pages where torch's did not: the CPU kernel ran 14-17% faster on it
-    count = int(np.prod(shape)) * kind.itemsize
-    return torch.from_numpy(np.empty(count, np.uint8)).view(kind).view(shape)
+    return host_tensor(shape, kind)
 
 
 def _device_slab(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dinfer.exec.bank import Bank
 from dinfer.exec.clock import Clock
 from dinfer.exec.estimate import Estimate
 from dinfer.exec.graphs import Graphs
+from dinfer.exec.host import Host
 from dinfer.exec.link import Arrival, EmulatedLink, Transport
 from dinfer.exec.predictor import LivePredictor
 from dinfer.exec.workers import Partial, Workers
@@ -81,6 +82,7 @@ class Running:
     kernel: kernels_gpu.Ffn = kernels_gpu.ffn
     graphs: Graphs | None = None
     seen: dict[int, Seen] = field(default_factory=dict)
+    host: Host | None = None
     predictions: np.ndarray = field(init=False)
     residual: torch.Tensor = field(init=False)
     copies: dict[int, Any] = field(default_factory=dict)
@@ -131,6 +133,8 @@ class Running:
         """End the threads."""
         self.link.close()
         self.workers.close()
+        if self.host is not None:
+            self.host.close()
 
 
 def decode_token(run: Running, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
@@ -142,6 +146,8 @@ def decode_token(run: Running, ids: Sequence[int], positions: Sequence[int]) -> 
     run.work.append(np.zeros((spec.layers, 4), np.int32))
     run.position = sum(positions)
     hidden = run.family.embed(run.dense, torch.tensor(ids, device=run.device), positions)
+    if run.host is not None:
+        return on_the_host(run, run.host, hidden[0], positions[0])
     if run.graphs is not None:
         run.graphs.start(positions[0])
     for layer in range(spec.layers):
@@ -154,6 +160,17 @@ def decode_token(run: Running, ids: Sequence[int], positions: Sequence[int]) -> 
             run.clock.lap(layer, "wait")
         hidden = ffn(run, layer, hidden, x)
     return head(run, hidden)
+
+
+def on_the_host(run: Running, host: Host, hidden: torch.Tensor, position: int) -> torch.Tensor:
+    """All layers and the head without a GPU; what is to be computed is known beforehand."""
+    sets = None
+    if run.plan.activation == "predicted":
+        predicted = (predict(run, run.clock.token, layer)[0] for layer in range(run.plan.spec.layers))
+        sets = [bits.ids(words, run.bank.neurons) for words in predicted]
+    logits, active = host.decode(hidden, position, sets)
+    run.work[run.clock.token][:, 1] = active
+    return logits[None]
 
 
 def targets(layer: int, lookahead: int, layers: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from dinfer.exec.clock import Clock
 from dinfer.exec.decode import Running, decode_token, end_token, settle
 from dinfer.exec.estimate import Estimate
 from dinfer.exec.graphs import Graphs
+from dinfer.exec.host import Host
 from dinfer.exec.kernels_gpu import device_ffn
 from dinfer.exec.link import CudaLink, EmulatedLink, Transport
 from dinfer.exec.predictor import LivePredictor
@@ -70,8 +71,9 @@ def execute(
 
     ``prompt`` is text (put into the chat template where the tokenizer has one and ``chat`` is true), token ids, or a
     list of such prompts that are decoded together; see ``Session.generate`` for these and ``on_text``.
-    ``replay`` decodes the tokens of a trace instead, with its activity as prediction. ``device`` is "cuda" or "cpu";
-    on "cpu" the GPU is a torch CPU device and the link is emulated at the plan machine's rate. ``temperature`` 0 is
+    ``replay`` decodes the tokens of a trace instead, with its activity as prediction. ``device`` is "cuda", "cpu"
+    (the GPU is a torch CPU device and the link is emulated at the plan machine's rate) or "none" (no GPU: for plans
+    that place no neuron there, everything is computed on the CPU). ``temperature`` 0 is
     greedy. ``predictor`` is the one that a "trained" plan names. Raises InputError for a plan of another model or
     predictor, a missing device, an empty prompt, or a context that the plan's KV cache cannot hold. ``costs``, one of
     COSTS, says what decisions believe; by default "plan" for a replay, which then decides as the simulator, else
@@ -102,7 +104,9 @@ class Session:
         costs: str | None = None,
         prefill: str | None = None,
     ) -> None:
-        self.device = open_device(device)
+        self.device, self.has_gpu = open_device(device), device != "none"
+        if not self.has_gpu:
+            check_without_gpu(plan, prefill)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         plan.check_model(checkpoint.spec, checkpoint.fingerprint if plan.weights else "")
         plan.check_predictor(None if predictor is None else predictor.fingerprint())
@@ -124,10 +128,12 @@ class Session:
         if plan.machine.emulated and self.device.type != "cpu":
             raise InputError(f"plan's machine {plan.machine.name} is emulated; run it with --device cpu")
         self.plan, self.checkpoint = plan, checkpoint
-        self.cpu_threads = cpu_threads or max(1, (os.cpu_count() or 1) // (2 if self.device.type == "cpu" else 1))
+        shared = self.has_gpu and self.device.type == "cpu"
+        self.cpu_threads = cpu_threads or max(1, (os.cpu_count() or 1) // (2 if shared else 1))
         self.dense = FAMILIES[plan.spec.family].dense(
             checkpoint, plan.context, self.device, TORCH_DTYPES[plan.spec.compute_dtype]
         )
+        self.stacked = None if self.has_gpu else FAMILIES[plan.spec.family].stacked(self.dense)
         self.last_bank: Bank
         self._torch_threads = torch.get_num_threads()
         self._switch_seconds = sys.getswitchinterval()
@@ -246,10 +252,6 @@ class Session:
                 f"plan with --batch {prompts}"
             )
 
-    def start(self) -> Running:
-        """A run that has decoded nothing yet, for those who step it themselves; its ``close`` ends the threads."""
-        return self._start(None)
-
     def check_context(self, tokens: int) -> None:
         """Raise InputError when the KV cache cannot hold ``tokens`` tokens."""
         if tokens > self.plan.context:
@@ -280,6 +282,13 @@ class Session:
         graphs = None
         if graphed(plan, self.device):
             graphs = Graphs(plan, FAMILIES[spec.family], self.dense, [caches[0] for caches in kv], bank, kernel)
+        host = None
+        if self.stacked is not None:
+            shape = (spec.layers, 2, spec.kv_heads, plan.context, spec.head_dim)
+            whole = torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype])  # one block: no layer's is a ring
+            kv = [[layer] for layer in whole]
+            biases = bank.up_bias, bank.down_bias
+            host = Host(plan, self.stacked, bank.host, *biases, whole, self.cpu_threads, clock)
         return Running(
             plan=plan,
             dense=self.dense,
@@ -296,7 +305,8 @@ class Session:
             first=first,
             predictor=None if self.predictor is None else LivePredictor(self.predictor, self.device),
             replayed=self._replayed(replay),
-            estimate=Estimate(plan.costs) if running else None,
+            estimate=Estimate(plan.costs) if running and host is None else None,
+            host=host,
         )
 
     def _replayed(self, replay: Trace | None) -> np.ndarray | None:
@@ -320,8 +330,8 @@ class Session:
                 "machine": machine.name,
                 "plan": self.plan.fingerprint(),
                 "model": self.plan.spec.name,
-                "device": _device_name(self.device),
-                "emulated": self.device.type == "cpu",
+                "device": _device_name(self.device) if self.has_gpu else "none: the CPU",
+                "emulated": self.device.type == "cpu" and self.has_gpu,
                 "prefills": run.prefills,
                 "prefill": run.ways,
                 "issue": run.plan.issue,
@@ -352,16 +362,29 @@ def empty_kv(plan: Plan, device: torch.device) -> list[list[torch.Tensor]]:
     return [list(torch.zeros(shape, dtype=kind, device=device)) for shape in shapes]
 
 
+def check_without_gpu(plan: Plan, prefill: str | None) -> None:
+    """Raise InputError for what a plan has that a run wholly on the CPU has not."""
+    slots = int(plan.placement.slots.sum())
+    for found, what, remedy in (
+        (slots > 0, f"plan holds {slots} neurons on the GPU", "plan with --vram 0%"),
+        (plan.batch > 1, f"plan decodes {plan.batch} sequences together", "plan with --batch 1"),
+        (plan.prediction == "trained", "plan has a trained predictor", "plan with --activation exact and without it"),
+        (prefill == "stream", "prefill 'stream' goes through the GPU", "leave it out"),
+    ):
+        if found:
+            raise InputError(f"{what}, which --device none cannot do; {remedy} or run with --device cpu")
+
+
 def open_device(device: str) -> torch.device:
-    """The torch device "cpu" or "cuda"; raises InputError for another name or where there is no GPU."""
-    if device not in ("cpu", "cuda"):
-        raise InputError(f"device {device!r} is not one of cuda, cpu")
+    """The torch device of "cuda", "cpu" or "none"; raises InputError for another name or where there is no GPU."""
+    if device not in ("cpu", "cuda", "none"):
+        raise InputError(f"device {device!r} is not one of cuda, cpu, none")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError(
             "device cuda is missing: torch sees no NVIDIA GPU here; "
             "run with --device cpu to emulate one (the link at the plan machine's rate), or see `dinfer doctor`"
         )
-    return torch.device(device)
+    return torch.device("cpu" if device == "none" else device)
 
 
 def graphed(plan: Plan, device: torch.device) -> bool:

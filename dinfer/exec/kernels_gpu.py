@@ -63,7 +63,8 @@ def _quantised_ffn(
     for start in range(0, rows.shape[0], CHUNK):
         part = slice(start, start + CHUNK)
         bias, value, gate = (
-            each[part] if isinstance(each, torch.Tensor) else each for each in (up_bias, value_threshold, gate_threshold)
+            each[part] if isinstance(each, torch.Tensor) else each
+            for each in (up_bias, value_threshold, gate_threshold)
         )
         floats = dequantise(rows[part], spec.dtype, x.dtype)
         added, some = ffn(floats, x, spec, bias, value, gate_threshold=gate)  # type: ignore[arg-type]

@@ -18,9 +18,13 @@ def timed_prefill(
     run: Running, sequence: int, ids: Sequence[int], start: int = 0, way: str | None = None
 ) -> torch.Tensor:
     """``prefill`` by ``way``, one of PREFILLS (None: the faster by the costs); its tokens, seconds and way are kept."""
-    begun = time.perf_counter()
+    begun, threads = time.perf_counter(), torch.get_num_threads()
+    if run.host is not None:  # no GPU to stream to; its threads stand still meanwhile
+        way = "cpu"
+        torch.set_num_threads(run.host.threads)
     way = way or faster_way(run, len(ids))
     logits = prefill(run, sequence, ids, start, way)
+    torch.set_num_threads(threads)
     if run.device.type == "cuda":
         torch.cuda.synchronize()
     run.prefills.append([len(ids), time.perf_counter() - begun])

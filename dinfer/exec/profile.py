@@ -19,6 +19,7 @@ import torch
 from scipy.optimize import least_squares, nnls
 
 from dinfer import bits
+from dinfer.errors import InputError
 from dinfer.exec.execute import Session, open_device
 from dinfer.exec.kernels_cpu import read_rows
 from dinfer.exec.predictor import measure_predict
@@ -63,6 +64,8 @@ def measure_machine(
     ``dtype`` is what the weights are run in, ``thresholds`` [layer] the magnitude thresholds of the runs.
     ``progress`` is called with the share done.
     """
+    if device == "none":
+        raise InputError("device none has no GPU whose steps could be measured; give --device cuda or cpu")
     checkpoint = open_checkpoint(model)
     spec = checkpoint.spec.as_run(dtype or ("float32" if device == "cpu" else checkpoint.spec.dtype))
     blank = _blank_machine(device, link or EMULATED_LINK)

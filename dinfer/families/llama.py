@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from dinfer.errors import InputError
 
 if TYPE_CHECKING:
-    from dinfer.families import Checkpoint, Neurons
+    from dinfer.families import Checkpoint, Neurons, Stacked
     from dinfer.model import ModelSpec
 
 
@@ -72,6 +72,34 @@ def dense(checkpoint: Checkpoint, context: int, device: torch.device, dtype: tor
         cos=cos.to(device, dtype),
         sin=sin.to(device, dtype),
     )
+
+
+def stacked(model: Dense) -> Stacked:
+    """``model`` for compiled readers; its own qkv and o become views of the stacked ones."""
+    from dinfer.families import Stacked, stack_matrices
+
+    qkv, o = [layer.qkv for layer in model.layers], [layer.o for layer in model.layers]
+    count = len(qkv)
+
+    def with_no_bias(weight: torch.Tensor) -> torch.Tensor:
+        return torch.stack([weight.float(), torch.zeros_like(weight, dtype=torch.float32)])
+
+    made = Stacked(
+        rms=True,
+        epsilon=model.epsilon,
+        qkv=stack_matrices(qkv),
+        qkv_bias=torch.empty(count, 0),
+        o=stack_matrices(o),
+        o_bias=torch.empty(count, 0),
+        attention_norm=torch.stack([with_no_bias(layer.attention_norm) for layer in model.layers]),
+        ffn_norm=torch.stack([with_no_bias(layer.ffn_norm) for layer in model.layers]),
+        norm=with_no_bias(model.norm),
+        head=model.head,
+        cos=model.cos.float(),
+        sin=model.sin.float(),
+    )
+    model.layers[:] = [layer._replace(qkv=q, o=p) for layer, q, p in zip(model.layers, qkv, o, strict=True)]
+    return made
 
 
 def neurons(checkpoint: Checkpoint, layer: int) -> Neurons:

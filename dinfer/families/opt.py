@@ -12,8 +12,11 @@ from dinfer.errors import InputError
 from dinfer.families.llama import at_positions, attend_at, attend_each
 
 if TYPE_CHECKING:
-    from dinfer.families import Checkpoint, Neurons
+    from dinfer.families import Checkpoint, Neurons, Stacked
     from dinfer.model import ModelSpec
+
+NORM_EPSILON = 1e-5
+"""torch's default, which OPT's norms take."""
 
 POSITION_OFFSET = 2
 """OPT's position table starts two rows early."""
@@ -87,6 +90,39 @@ def dense(checkpoint: Checkpoint, context: int, device: torch.device, dtype: tor
         norm=affine("final_layer_norm"),
         head=embedding if spec.tied else checkpoint.tensor("lm_head.weight").to(device, dtype),
     )
+
+
+def stacked(model: Dense) -> Stacked:
+    """``model`` for compiled readers; its own qkv and o become views of the stacked ones."""
+    from dinfer.families import Stacked, stack_matrices
+
+    qkv, o = [layer.qkv.weight for layer in model.layers], [layer.o.weight for layer in model.layers]
+
+    def biases(name: str) -> torch.Tensor:
+        return torch.stack([getattr(layer, name).bias.float() for layer in model.layers])
+
+    def norms(name: str) -> torch.Tensor:
+        return torch.stack([torch.stack(tuple(getattr(layer, name))).float() for layer in model.layers])
+
+    made = Stacked(
+        rms=False,
+        epsilon=NORM_EPSILON,
+        qkv=stack_matrices(qkv),
+        qkv_bias=biases("qkv"),
+        o=stack_matrices(o),
+        o_bias=biases("o"),
+        attention_norm=norms("attention_norm"),
+        ffn_norm=norms("ffn_norm"),
+        norm=torch.stack(tuple(model.norm)).float(),
+        head=model.head,
+        cos=torch.empty(len(model.positions), 0),
+        sin=torch.empty(len(model.positions), 0),
+    )
+    model.layers[:] = [
+        layer._replace(qkv=layer.qkv._replace(weight=q), o=layer.o._replace(weight=p))
+        for layer, q, p in zip(model.layers, qkv, o, strict=True)
+    ]
+    return made
 
 
 def neurons(checkpoint: Checkpoint, layer: int) -> Neurons:
