@@ -186,8 +186,9 @@ def growth_rows(spec: ModelSpec, tokens: int, repeat: int, sizes: dict[str, tupl
                     per *= 1000 / made.neurons
                 unit = "us a token-layer" + (" and 1,000 neurons" if axis == "neurons" else "")
                 rows.append(Row(f"growth {cache}, {axis} {value}", shape_of(made, count), *spread(per), unit, "", None))
-            logs = np.log([list(mine.values())[i] for i in range(len(values))])
-            exponents = np.polyfit(np.log(values), logs, 1)[0]
+            if len(values) < 3:  # too few to tell
+                continue
+            exponents = np.polyfit(np.log(values), np.log(list(mine.values())), 1)[0]
             name, setting = f"growth {cache}, exponent of {axis}", f"{values[0]} to {values[-1]} {axis}"
             rows.append(Row(name, setting, *spread(exponents), "exponent", "", None))
     return rows
