@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from rows import OUTPUTS, Row, measure_in_turn, spread, write
 
 from dinfer.exec.kernels_cpu import VIEWS, ffn_cpu, read_rows
+from dinfer.families import host_tensor
 from dinfer.families.quantise import QUANT_BYTES, dequantise, quantise
 from dinfer.model import ModelSpec
 
@@ -55,9 +56,10 @@ def random_weights(dtype: str, neurons: int, hidden: int, gib: float) -> Weights
     else:
         stored = one.to(getattr(torch, dtype))
         gates = stored[:, 0].float()
-    view = stored.view(getattr(torch, VIEWS[dtype])).numpy()
+    view_of_stored = getattr(torch, VIEWS[dtype])
+    view = stored.view(view_of_stored).numpy()
     layers = max(1, round(gib * 2**30 / view.nbytes))
-    slab = np.empty((layers, *view.shape), view.dtype)  # numpy asks for huge pages
+    slab = host_tensor((layers, *view.shape), view_of_stored).numpy()
     slab[:] = view
     matrices = None
     if dtype not in QUANT_BYTES:
@@ -76,8 +78,8 @@ class Bench:
         self.spec = ModelSpec(
             "shape", "llama", layers, hidden, neurons, 1, 1, 1, 1, activation="relu"
         )
-        self.x = np.random.default_rng(1).standard_normal((hidden,), np.float32)
-        self.outs = np.zeros((threads, hidden), np.float32)
+        self.x, self.outs = torch.empty(hidden).numpy(), torch.zeros(threads, hidden).numpy()
+        self.x[:] = np.random.default_rng(1).standard_normal(hidden)
         self.values = np.empty((threads, neurons), np.float32)
         self.pool = ThreadPoolExecutor(threads)
         self.turn = itertools.cycle(range(layers))

@@ -285,7 +285,7 @@ class Session:
         host = None
         if self.stacked is not None:
             shape = (spec.layers, 2, spec.kv_heads, plan.context, spec.head_dim)
-            whole = torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype])  # one block: no layer's is a ring
+            whole = torch.zeros(shape, dtype=TORCH_DTYPES[spec.compute_dtype])  # one block: no layer's is a ring
             kv = [[layer] for layer in whole]
             biases = bank.up_bias, bank.down_bias
             host = Host(plan, self.stacked, bank.host, *biases, whole, self.cpu_threads, clock)

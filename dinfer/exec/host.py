@@ -40,7 +40,7 @@ class Host:
     ) -> None:
         spec = plan.spec
         self.threads, self.clock, self.kv = threads, clock, _view(kv)
-        self.matrices = _matrices(stacked, neurons, up_bias, down_bias)
+        self.matrices = _matrices(stacked, neurons, spec.dtype, up_bias, down_bias)
         self.rules = _rules(plan, stacked)
         self.scratch = _scratch(plan, threads, self.matrices.qkv.shape[1])
         self.arrivals = 0
@@ -61,7 +61,7 @@ class Host:
         m, rules, s, nobody = self.matrices, self.rules, self.scratch, slice(0, 0)
         ffn(
             m.neurons[0], s.x[0], self.everyone[nobody], s.parts[0], s.values[nobody], s.active[nobody], m.up_bias[0],
-            rules.thresholds[0], rules.activation, rules.predicted,
+            rules.thresholds[0], rules.activation, rules.predicted, 0.0,
         )  # fmt: skip
 
     def decode(
@@ -111,7 +111,11 @@ class Host:
 
 
 def _matrices(
-    stacked: Stacked, neurons: torch.Tensor, up_bias: torch.Tensor | None, down_bias: torch.Tensor | None
+    stacked: Stacked,
+    neurons: torch.Tensor,
+    dtype: str,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
 ) -> Matrices:
     layers = neurons.shape[0]
 
@@ -123,7 +127,7 @@ def _matrices(
         qkv_bias=stacked.qkv_bias.numpy(),
         o=_view(stacked.o),
         o_bias=stacked.o_bias.numpy(),
-        neurons=_view(neurons),
+        neurons=neurons.view(getattr(torch, VIEWS[dtype])).numpy(),
         up_bias=biases(up_bias),
         down_bias=biases(down_bias),
         head=_view(stacked.head),

@@ -130,13 +130,6 @@ _add_rows = _by_kind(_float_add_rows, kernels_quant.add_rows)
 
 
 @plain
-def _ask_start(weights, start, count):
-    """Ask for the first ``count`` weights of a row that is needed soon and was not foreseen."""
-    for i in range(0, count, LANES):
-        ask(weights, start + i)
-
-
-@plain
 def _activate(activation, gate):
     """act(gate); the ReLU kinds come here above their threshold only."""
     if activation == _SILU:
@@ -163,7 +156,8 @@ def ffn_cpu(
 ) -> int:
     """Add the neurons ``ids`` of a layer, applied to ``x``, to ``out``; return how many are active.
 
-    rows [neuron, matrix, hidden] C-contiguous, float32 or a view of VIEWS; x, out float32 [hidden].
+    rows [neuron, matrix, row] C-contiguous, float32 or a view of VIEWS; x, out float32 [hidden]; all
+    are fastest from the start of a cache line on.
     ids int32 [n], ascending for speed, each within rows (not checked). values float32 [n] gets
     act(gate) * up, or 0 where inactive; active bool [n] who is active (a dReLU's value may be 0).
     bias float32 [neuron] is added to up, or to the only pre-activation if ungated.
@@ -184,51 +178,51 @@ def ffn_cpu(
 @njit(nogil=True, cache=True)
 def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicted, gate_threshold):
     """``ffn_cpu`` compiled: bias [0] for none, activation of ACTIVATION_CODES, all else alike."""
-    if gate_threshold > 0:
-        return _ffn_in_passes(rows, x, ids, out, values, active, bias, threshold, activation, gate_threshold)
-    weights = rows.reshape(rows.size)
-    row, gated = rows.shape[2], rows.shape[1] == 3
-    size, down = rows.shape[1] * row, (rows.shape[1] - 1) * row
-    relu, limit = activation <= _DRELU, np.float32(threshold)
-    foreseen = predicted or not relu  # what lies between the first and the last row is read for certain
-    whole = gated and foreseen
-    near, read = _NEAR_BYTES // rows.itemsize, (size if predicted else down if whole else row) * rows.itemsize
-    further = 1 + _AHEAD_BYTES // read
     quantised = rows.itemsize == 1
     words = np.empty(x.size + 2 * LANES if quantised else 0, np.int16)
     room = np.empty(7 * (x.size // LANES) if quantised else 0, np.float32)
-    _unpack(weights, x, words, room)
+    _unpack(rows.reshape(rows.size), x, words, room)
+    limit, least = np.float32(threshold), np.float32(gate_threshold)
+    if predicted or activation > _DRELU and gate_threshold <= 0:
+        return _ffn_at_once(rows, x, words, room, ids, out, values, active, bias, limit, activation, predicted, least)
+    return _ffn_in_passes(rows, x, words, room, ids, out, values, active, bias, limit, activation, least)
+
+
+@njit(nogil=True)
+def _ffn_at_once(rows, x, words, room, ids, out, values, active, bias, limit, activation, predicted, least):
+    """``ffn`` where all rows before the last are read for certain, or very likely: neuron by neuron."""
+    weights, row, gated = rows.reshape(rows.size), rows.shape[2], rows.shape[1] == 3
+    size, down = rows.shape[1] * row, (rows.shape[1] - 1) * row
+    relu, near = activation <= _DRELU, _NEAR_BYTES // rows.itemsize
+    further = 1 + _AHEAD_BYTES // ((size if predicted else down) * rows.itemsize)
     starts, aheads = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
-    factors, gates = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.float32)
+    factors = np.empty(_GROUP, np.float32)
     waiting, found, last = 0, 0, ids.size - 1
+    next_gate = np.float32(0)
     for j in range(ids.size):
         start, ahead = ids[j] * size, ids[min(j + further, last)] * size
         values[j], active[j] = 0, False
         up = np.float32(1)
-        if whole:
-            gate, up = _dot_pair(weights, start, start + row, x, words, room, ahead, ahead + row)
-        else:
-            if j % _GROUP == 0:
-                for k in range(0, _GROUP, 2):
-                    a, b = ids[min(j + k, last)] * size, ids[min(j + k + 1, last)] * size
-                    c, d = ids[min(j + k + further, last)] * size, ids[min(j + k + 1 + further, last)] * size
-                    gates[k], gates[k + 1] = _dot_pair(weights, a, b, x, words, room, c, d)
-                for k in range(1, _GROUP):
-                    if gates[k] > limit:
-                        _ask_start(weights, ids[min(j + k, last)] * size + row, near)
-            gate = gates[j % _GROUP]
-        if not gated and bias.size:
-            gate += bias[ids[j]]
-        if relu and gate <= limit:
-            continue
         if gated:
-            if not whole:
-                up = _dot(weights, start + row, x, words, room, start + down)
+            gate, up = _dot_pair(weights, start, start + row, x, words, room, ahead, ahead + row)
             if bias.size:
                 up += bias[ids[j]]
             if activation == _DRELU:
                 up = max(up, np.float32(0))
-        value = _activate(activation, gate) * up
+        else:
+            if j % 2 == 0:
+                other, other_ahead = ids[min(j + 1, last)] * size, ids[min(j + 1 + further, last)] * size
+                gate, next_gate = _dot_pair(weights, start, other, x, words, room, ahead, other_ahead)
+            else:
+                gate = next_gate
+            if bias.size:
+                gate += bias[ids[j]]
+        if relu and gate <= limit:
+            continue
+        value = _activate(activation, gate)
+        if not relu and least > 0 and abs(value) <= least:
+            continue
+        value *= up
         if not relu and abs(value) <= limit:
             continue
         values[j], active[j] = value, True
@@ -249,43 +243,51 @@ def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicte
 
 
 @njit(nogil=True)
-def _ffn_in_passes(rows, x, ids, out, values, active, bias, threshold, activation, gate_threshold):
-    """``ffn`` of a magnitude kind with a gate threshold: all gates, then the ups of those that pass, then the downs.
+def _ffn_in_passes(rows, x, words, room, ids, out, values, active, bias, limit, activation, least):
+    """``ffn`` where the gates decide what is read: all gates, then the ups of those that pass, then the downs.
 
     Which rows come next is known in each pass, so that each is asked for before it is read and no other is: neuron by
-    neuron, half of the ups would be asked for in vain or too late.
+    neuron, most of the ups would be asked for in vain or too late. A NaN passes.
     """
-    weights = rows.reshape(rows.size)
-    hidden, gated = rows.shape[2], rows.shape[1] == 3
-    size, down = rows.shape[1] * hidden, (rows.shape[1] - 1) * hidden
-    limit, least = np.float32(threshold), np.float32(gate_threshold)
+    weights, row, gated = rows.reshape(rows.size), rows.shape[2], rows.shape[1] == 3
+    size, down = rows.shape[1] * row, (rows.shape[1] - 1) * row
+    relu, further, last = activation <= _DRELU, 1 + _AHEAD_BYTES // (row * rows.itemsize), ids.size - 1
     kept = np.empty(ids.size, np.int64)
-    passed, found = 0, 0
+    passed, found, adding = 0, 0, 0
+    for j in range(0, ids.size, 2):
+        k = min(j + 1, last)
+        ahead, other_ahead = ids[min(j + further, last)] * size, ids[min(k + further, last)] * size
+        start, other = ids[j] * size, ids[k] * size
+        values[j], values[k] = _dot_pair(weights, start, other, x, words, room, ahead, other_ahead)
     for j in range(ids.size):
-        gate = _dot(weights, ids[j] * size, x, ids[min(j + 1, ids.size - 1)] * size)
+        gate = values[j]
         if not gated and bias.size:
             gate += bias[ids[j]]
-        values[j], active[j] = _activate(activation, gate), False
+        value = _activate(activation, gate)
+        active[j] = not (gate <= limit if relu else abs(value) <= least)
+        values[j] = value if active[j] else np.float32(0)
         kept[passed] = j
-        passed += abs(values[j]) > least
-        values[j] = values[j] if abs(values[j]) > least else np.float32(0)
+        passed += active[j]
     for i in range(passed):
-        j = kept[i]
+        j, ahead = kept[i], ids[kept[min(i + further, passed - 1)]] * size + row
         if gated:
-            up = _dot(weights, ids[j] * size + hidden, x, ids[kept[min(i + 1, passed - 1)]] * size + hidden)
-            values[j] *= up + bias[ids[j]] if bias.size else up
-        active[j] = abs(values[j]) > limit
-        values[j] = values[j] if active[j] else np.float32(0)
-        kept[found] = j
+            up = _dot(weights, ids[j] * size + row, x, words, room, ahead)
+            if bias.size:
+                up += bias[ids[j]]
+            values[j] *= max(up, np.float32(0)) if activation == _DRELU else up
+        if not relu and abs(values[j]) <= limit:
+            values[j], active[j] = 0, False
         found += active[j]
+        kept[adding] = j
+        adding += values[j] != 0
     starts, aheads = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
     factors = np.empty(_GROUP, np.float32)
-    for i in range(0, found, _GROUP):
+    for i in range(0, adding, _GROUP):
         for k in range(_GROUP):
-            j = kept[min(i + k, found - 1)]
-            factors[k], starts[k] = values[j] if i + k < found else 0, ids[j] * size + down
-            aheads[k] = ids[kept[min(i + k + _GROUP, found - 1)]] * size + down
-        _add_rows(factors, weights, starts, out, aheads)
+            j = kept[min(i + k, adding - 1)]
+            factors[k], starts[k] = values[j] if i + k < adding else 0, ids[j] * size + down
+            aheads[k] = ids[kept[min(i + k + max(_GROUP, further), adding - 1)]] * size + down
+        _add_rows(weights, factors, starts, out, room, aheads)
     return found
 
 

@@ -15,23 +15,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from dinfer.exec.kernels_cpu import (
-    _BITS,
-    _FLOATS,
-    _GROUP,
-    _I32,
-    _I64,
-    _LANES,
-    _add_rows,
-    _call,
-    _dot,
-    _load_part,
-    _mask,
-    _pointer,
-    _stored,
-    _vector,
-    ffn,
-)
+from dinfer.exec.kernels_cpu import _GROUP, _float_add_rows, _float_dot, ffn
+from dinfer.exec.vectors import _BITS, _I32, _I64, FLOATS, LANES, _call, _mask, _pointer, _stored, _vector, load_part
 
 BARRIERS = 4
 """Barriers of a layer: after qkv, the heads, o and the FFN; the head adds one a token."""
@@ -181,12 +166,12 @@ def _keep(typing_context, array, index, count, floats):
         vector, bits = _stored(kind), _BITS[kind.dtype]
         pointer = _pointer(context, builder, kind, vector, *arguments[:2])
         encoded = _encode(builder, arguments[3], kind.dtype)
-        name = f"llvm.masked.store.v{_LANES}{'f' if kind.dtype == types.float32 else 'i'}{bits}.p0"
+        name = f"llvm.masked.store.v{LANES}{'f' if kind.dtype == types.float32 else 'i'}{bits}.p0"
         rest = [pointer, _I32(bits // 8), _mask(builder, arguments[2])]
         _call(builder, name, ir.VoidType(), [encoded, *rest])
         return context.get_dummy_value()
 
-    return types.void(array, types.int64, types.int64, _FLOATS), generate
+    return types.void(array, types.int64, types.int64, FLOATS), generate
 
 
 def _encode(builder, floats, dtype):
@@ -197,13 +182,19 @@ def _encode(builder, floats, dtype):
         words = _vector(_I32)
 
         def all_lanes(value):
-            return ir.Constant(words, [value] * _LANES)
+            return ir.Constant(words, [value] * LANES)
 
         bits = builder.bitcast(floats, words)
         odd = builder.and_(builder.lshr(bits, all_lanes(16)), all_lanes(1))
         rounded = builder.add(bits, builder.add(odd, all_lanes(0x7FFF)))
         return builder.trunc(builder.lshr(rounded, all_lanes(16)), _vector(ir.IntType(16)))
     return floats
+
+
+@_plain
+def _dot(weights, start, x, ahead):
+    """``_float_dot``; a layer's matrices and the cache are never quantised."""
+    return _float_dot(weights, start, x, x, x, ahead)
 
 
 @_plain
@@ -277,9 +268,9 @@ def _turn(x, cos, sin, turned):
 @_plain
 def _keep_row(row, flat, start):
     """Write ``row`` float32 [n] to the cache at ``start``."""
-    for i in range(0, row.size, _LANES):
-        count = min(_LANES, row.size - i)
-        _keep(flat, start + i, count, _load_part(row, i, count))
+    for i in range(0, row.size, LANES):
+        count = min(LANES, row.size - i)
+        _keep(flat, start + i, count, load_part(row, i, count))
 
 
 @_plain
@@ -302,7 +293,7 @@ def _attend(q, flat, keys, values, first, position, scores, mixed, starts, facto
             inside = at + k <= position
             starts[k] = values + (at + k if inside else position) * size
             factors[k] = scores[at + k] / total if inside else np.float32(0)
-        _add_rows(factors, flat, starts, mixed, starts)
+        _float_add_rows(flat, factors, starts, mixed, mixed, starts)
 
 
 @_plain
@@ -338,7 +329,7 @@ def _neurons(matrices, rules, layer, ids, me, threads, s):
         s.parts[me, i] = 0
     s.found[me, layer] = ffn(
         matrices.neurons[layer], s.x[me], ids[first:last], s.parts[me], s.values[first:last], s.active[first:last],
-        matrices.up_bias[layer], rules.thresholds[layer], rules.activation, rules.predicted,
+        matrices.up_bias[layer], rules.thresholds[layer], rules.activation, rules.predicted, 0.0,
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class Workers:
         start = time.perf_counter()
         if first:
             self.clock.record(layer, "ffn_cpu", "d2h", asked, start)
-        total, values = np.zeros_like(x), np.empty((len(x), len(ids)), np.float32)
+        total, values = torch.zeros(x.shape).numpy(), np.empty((len(x), len(ids)), np.float32)
         bias = None if self.biases is None else self.biases[layer]
         chunk = len(ids) if len(x) == 1 else self.chunk  # of a batch, each chunk is read from DRAM once for all
         active = 0

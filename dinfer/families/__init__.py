@@ -19,6 +19,7 @@ from dinfer.model import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "opt": opt}
 RUNNABLE = ("llama", "mistral", "sparsellama", "opt")
+LINE_BYTES = 64
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -65,9 +66,15 @@ def stack_matrices(matrices: list[torch.Tensor]) -> torch.Tensor:
 
 
 def host_tensor(shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-    """An empty host tensor on numpy's memory: it gets huge pages where torch's did not, 14-17% faster to read."""
+    """An empty host tensor on numpy's memory, from the start of a cache line on.
+
+    That memory gets huge pages where torch's did not, 14-17% faster to read; and a vector of 512 bits that lies across
+    two lines is read as two.
+    """
     count = int(np.prod(shape)) * kind.itemsize
-    return torch.from_numpy(np.empty(count, np.uint8)).view(kind).view(shape)
+    memory = np.empty(count + LINE_BYTES, np.uint8)
+    start = -memory.ctypes.data % LINE_BYTES
+    return torch.from_numpy(memory[start : start + count]).view(kind).view(shape)
 
 
 @dataclass(frozen=True)
