@@ -1,5 +1,7 @@
 """Balanced thresholds against one threshold: tokens/s predicted and measured on the emulated GPU, runs taken in turns.
 
+Besides the usual tokens over seconds it gives those of the median token, which a stall of the machine moves less.
+
     python benchmarks/thresholds.py smollm2 --trace out/trace --machine out/machine.toml -o out/thresholds.json
 
 The trace is recorded with levels at the wanted sparsity, the machine profiled with its thresholds (docs of both:
@@ -21,6 +23,7 @@ from dinfer.plan import Plan
 from dinfer.record.fetch import resolve_model
 from dinfer.sim import simulate
 from dinfer.solve import budget_for_share, make_plan
+from dinfer.timeline import Timeline
 from dinfer.trace import Trace
 
 THRESHOLDS = ("fixed", "balanced")
@@ -33,23 +36,35 @@ def plans(learnt: Trace, machine, share: float, context: int) -> dict[str, Plan]
     return {name: make_plan(learnt, machine, budget, threshold=name, **settings) for name in THRESHOLDS}
 
 
-def measure(made: dict[str, Plan], model: Path, replayed: Trace, repeats: int) -> dict[str, list[float]]:
-    """Tokens/s of each plan, ``repeats`` times in turns."""
+def typical(timeline: Timeline) -> float:
+    """Tokens/s of the median token."""
+    ends = timeline.to_frame().groupby("token")["end_seconds"].max().to_numpy()
+    return 1 / median(ends[1:] - ends[:-1])
+
+
+def measure(
+    made: dict[str, Plan], model: Path, replayed: Trace, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Tokens/s of each plan, ``repeats`` times in turns, and those of the median tokens."""
     sessions = {name: Session(plan, model, "cpu") for name, plan in made.items()}
     speeds: dict[str, list[float]] = {name: [] for name in made}
+    medians: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(repeats):
         for name, session in sessions.items():
             with session:
-                speeds[name].append(session.replay(replayed).timeline.tokens_per_second)
-    return speeds
+                timeline = session.replay(replayed).timeline
+                speeds[name].append(timeline.tokens_per_second)
+                medians[name].append(typical(timeline))
+    return speeds, medians
 
 
 def compare(model: Path, trace: Trace, machine, share: float, tokens: int, repeats: int, context: int) -> dict:
     """One budget: tokens/s and gains, predicted and measured."""
     learnt, replayed = trace.hold_out(tokens)
     made = plans(learnt, machine, share, context)
-    predicted = {name: simulate(plan, replayed).timeline.tokens_per_second for name, plan in made.items()}
-    speeds = measure(made, model, replayed, repeats)
+    simulated = {name: simulate(plan, replayed).timeline for name, plan in made.items()}
+    predicted = {name: timeline.tokens_per_second for name, timeline in simulated.items()}
+    speeds, medians = measure(made, model, replayed, repeats)
     measured = {name: median(values) for name, values in speeds.items()}
     levels = made["balanced"].levels
     assert levels is not None
@@ -60,6 +75,9 @@ def compare(model: Path, trace: Trace, machine, share: float, tokens: int, repea
         "predicted_tokens_per_second": predicted,
         "measured_tokens_per_second": measured,
         "runs": speeds,
+        "median_token_predicted": {name: typical(timeline) for name, timeline in simulated.items()},
+        "median_token_measured": {name: median(values) for name, values in medians.items()},
+        "median_token_runs": medians,
         "error": {name: predicted[name] / measured[name] - 1 for name in THRESHOLDS},
         "predicted_gain": predicted["balanced"] / predicted["fixed"] - 1,
         "measured_gain": measured["balanced"] / measured["fixed"] - 1,
