@@ -72,7 +72,7 @@ class Curves(NamedTuple):
                     sum_[2, chunk.layer] += np.bincount(active, power[chunk.active], count)
             if progress is not None:
                 progress(min(start + CHUNK, len(rows)), len(rows))
-        return [cls(edges, *sum_, tokens=len(rows)) for (_, edges), sum_ in zip(scores, sums, strict=True)]
+        return [cls(edges, sum_[0], sum_[1], sum_[2], len(rows)) for (_, edges), sum_ in zip(scores, sums, strict=True)]
 
     @property
     def recall(self) -> np.ndarray:
