@@ -283,7 +283,7 @@ sys.path.insert(0, sys.argv[1])
 import test_kernels_cpu as t
 for dtype in sys.argv[2:]:
     for activation, hidden in (("relu", 96), ("silu", 576)):
-        t.test_ffn_equals_float64(dtype, hidden, activation, True)
+        t.test_ffn_equals_float64(dtype, activation, True, hidden)
     t.test_ffn_is_exact_at_a_real_width("relu", dtype)
 print("same")
 """
