@@ -284,7 +284,7 @@ import test_kernels_cpu as t
 for dtype in sys.argv[2:]:
     for activation, hidden in (("relu", 96), ("silu", 576)):
         t.test_ffn_equals_float64(dtype, activation, True, hidden)
-    t.test_ffn_is_exact_at_a_real_width("relu", dtype)
+    t.test_ffn_is_exact_at_a_real_width(dtype, "relu")
 print("same")
 """
 
