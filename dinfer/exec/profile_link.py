@@ -10,7 +10,6 @@ from scipy.optimize import nnls
 
 from dinfer.exec.bank import Bank
 from dinfer.exec.link import CudaLink
-from dinfer.families import TORCH_DTYPES
 from dinfer.machine import ISSUES
 from dinfer.model import ModelSpec
 
@@ -44,12 +43,11 @@ def link_fits(spec: ModelSpec, device: torch.device) -> list[Fit]:
 
 
 def _bank(spec: ModelSpec, device: torch.device) -> Bank:
-    """One layer of zeros, all of it in slots."""
-    shape = (spec.neurons, spec.matrices, spec.hidden)
-    kind = TORCH_DTYPES[spec.dtype]
-    host = torch.zeros((1, *shape), dtype=kind, pin_memory=True)
+    """One layer of zero bytes, all of it in slots."""
+    shape = (spec.neurons, 1, spec.neuron_bytes)
+    host = torch.zeros((1, *shape), dtype=torch.uint8, pin_memory=True)
     everyone, nobody = np.arange(spec.neurons, dtype=np.int32), np.zeros(0, np.int32)
-    slots = torch.zeros(shape, dtype=kind, device=device)
+    slots = torch.zeros(shape, dtype=torch.uint8, device=device)
     resident = np.full((1, spec.words), -1).view(np.uint64)
     return Bank(host, [slots], [everyone], everyone[None].copy(), resident, [nobody], None, None)
 
