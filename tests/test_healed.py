@@ -26,7 +26,7 @@ def test_the_committed_trace_is_sparse_by_itself():
     """No threshold was calibrated: the model's own one is the same in each layer, and about four fifths lie below."""
     trace = Trace.load(SMALL)
     assert trace.spec.activation == "fatrelu"
-    assert trace.meta["thresholds"] == [trace.spec.gate_threshold] * 30
+    assert trace.meta["thresholds"] == pytest.approx([trace.spec.gate_threshold] * 30)  # they are kept in float32
     assert 0.75 < 1 - bits.unpack(trace.active, trace.spec.neurons).mean() < 0.85
 
 
