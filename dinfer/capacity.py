@@ -33,7 +33,7 @@ LENT = {"opt-13b": "opt-6.7b", "opt-30b": "opt-6.7b", "opt-66b": "opt-6.7b"}
 SYSTEM_PARTS = 10
 """One part in this many of the host's memory stays with the operating system and everything else. Ours."""
 
-TOKENS = 16
+TOKENS = 8
 """Decode tokens that are simulated: the placement does not move, so that few will do."""
 
 COLUMNS = (

@@ -68,21 +68,22 @@ def test_less_memory_takes_precisions_away_and_then_the_model():
 def test_a_model_whose_dense_part_is_above_the_card_lacks_vram():
     machine = load_machine("rtx4080")
     small = replace(machine, gpu=replace(machine.gpu, memory_bytes=4 * 2**30))
-    row = capacity(small, ["relullama-70b"]).iloc[0]
+    row = capacity(small, ["relullama-7b"], dtypes=["float16"]).iloc[0]
     assert (row["bound_by"], row["verdict"]) == ("VRAM", "does not fit")
     assert row["note"].startswith("budget 4.00 GiB on RTX 4080 is below the ")
 
 
 def test_the_target_chooses_the_precision():
     machine = load_machine("rtx4080")
+    machine = replace(machine, gpu=replace(machine.gpu, memory_bytes=10 * 2**30))
     speeds = {
-        dtype: capacity(machine, ["relullama-13b"], dtypes=[dtype]).iloc[0]["tokens_per_second"]
+        dtype: capacity(machine, ["relullama-7b"], dtypes=[dtype]).iloc[0]["tokens_per_second"]
         for dtype in ("float16", "int4")
     }
     assert speeds["int4"] > 1.5 * speeds["float16"]
-    easy = capacity(machine, ["relullama-13b"], dtypes=["float16", "int4"], target=0.9 * speeds["float16"]).iloc[0]
-    hard = capacity(machine, ["relullama-13b"], dtypes=["float16", "int4"], target=1.1 * speeds["float16"]).iloc[0]
-    never = capacity(machine, ["relullama-13b"], dtypes=["float16", "int4"], target=1e6).iloc[0]
+    easy = capacity(machine, ["relullama-7b"], dtypes=["float16", "int4"], target=0.9 * speeds["float16"]).iloc[0]
+    hard = capacity(machine, ["relullama-7b"], dtypes=["float16", "int4"], target=1.1 * speeds["float16"]).iloc[0]
+    never = capacity(machine, ["relullama-7b"], dtypes=["float16", "int4"], target=1e6).iloc[0]
     assert (easy["dtype"], easy["verdict"]) == ("float16", "reaches it")
     assert (hard["dtype"], hard["verdict"]) == ("int4", "reaches it")
     assert (never["dtype"], never["verdict"], never["tokens_per_second"]) == ("int4", "too slow", speeds["int4"])

@@ -38,7 +38,7 @@ def test_the_output_is_the_dense_models(tiny_models, name):
             assert list(run.ids) == expected
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_half_precision_is_nearer_to_float32_than_the_dense_model_is(tiny_models, name, dtype):
     # weights, keys and values are rounded as there, the sums are not: they are taken in fp32
