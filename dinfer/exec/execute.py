@@ -266,6 +266,7 @@ class Session:
         running = (self.costs or ("running" if replay is None else "plan")) == "running"
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - self.cpu_threads))
         sys.setswitchinterval(SWITCH_SECONDS)
+        vars(self).pop("last_bank", None)  # two may not fit
         bank = self.last_bank = fill_bank(
             self.checkpoint, plan.placement, spec.dtype, self.device, spec.compute_dtype
         )
