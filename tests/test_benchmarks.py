@@ -48,6 +48,7 @@ def test_rows_have_the_schema(script, output):
     check(*run(script, output), output)
 
 
+@pytest.mark.slow
 def test_decoding_is_compared_with_a_peer_that_writes_the_same(tiny_models, tmp_path):
     # the script ends with an error where dinfer and transformers do not begin with the same 8 tokens
     model, saved = tiny_models["llama-relu"], tmp_path / "decode.json"
