@@ -46,11 +46,11 @@ def test_attention_at_a_position_is_attention(tiny_models, name, window):
 def test_a_run_of_the_static_form_is_the_dynamic_run(tiny_models, monkeypatch, name):
     plan = make_plan(tiny_models[name], 70, cache={"name": "lru"})
     for ids in prompts(2):
-        expected = execute(plan, tiny_models[name], ids, device="cpu", max_tokens=24)
+        expected = execute(plan, tiny_models[name], ids, device="cpu", max_tokens=24, costs="plan")
         with monkeypatch.context() as patched:
             patched.setattr(sys.modules["dinfer.exec.execute"], "graphed", lambda plan, device: True)
             patched.setattr("dinfer.exec.graphs.SHORTEST", 8)
-            found = execute(plan, tiny_models[name], ids, device="cpu", max_tokens=24)
+            found = execute(plan, tiny_models[name], ids, device="cpu", max_tokens=24, costs="plan")
         assert found.answers[0].ids == expected.answers[0].ids
         assert found.same_decisions(expected)
 
@@ -59,9 +59,9 @@ def test_a_run_of_the_static_form_is_the_dynamic_run(tiny_models, monkeypatch, n
 def test_values_may_arrive_late(tiny_models, monkeypatch, cache):
     # what a GPU does: who was active is learnt when the layer is scheduled again, or at the end
     plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": cache})
-    expected = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=12)
+    expected = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=12, costs="plan")
     monkeypatch.setattr("dinfer.exec.link.EmulatedLink.lazy", True)
-    found = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=12)
+    found = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=12, costs="plan")
     assert found.same_decisions(expected)
     assert (found.work == expected.work).all()
     assert found.work.sum() > 0

@@ -48,9 +48,9 @@ def exact(directory, ids):
     spec, family = checkpoint.spec, FAMILIES[checkpoint.spec.family]
     model = family.dense(checkpoint, 64, torch.device("cpu"), torch.float64)
     cache = torch.zeros(2, spec.kv_heads, 64, spec.head_dim, dtype=torch.float64)
-    hidden, heard = family.embed(model, torch.tensor(ids), 0), []
+    hidden, heard = family.embed(model, torch.tensor(ids), [0]), []
     for layer in range(spec.layers):
-        hidden = family.attention(model, layer, hidden, cache, 0)
+        hidden = family.attention(model, layer, hidden, [cache], [0])
         residual, x = hidden, family.ffn_input(model, layer, hidden)
         neurons = checkpoint.neurons(layer)
         first, *rest = neurons.rows.double().unbind(1)
@@ -299,7 +299,7 @@ def test_parts_of_a_recording_join_to_the_whole(tiny_models, tmp_path):
         assert np.array_equal(getattr(joined, name), getattr(whole, name))
     assert np.allclose(joined.hidden, whole.hidden, atol=1e-2)
     record(tiny_models["llama-relu"], prompts, 5, tmp_path / "bare", max_new_tokens=5, seed=1)
-    with pytest.raises(InputError, match="bare has another prompt_indices than .*first; join parts of one recording$"):
+    with pytest.raises(InputError, match="bare has another score_scale than .*first; join parts of one recording$"):
         join([tmp_path / "first", tmp_path / "bare"], tmp_path / "no")
 
 
