@@ -24,7 +24,7 @@ def train_predictor(
     out: Annotated[Path, typer.Option("-o", "--output", help="directory of the predictor; an unfinished one goes on")],
     lookahead: Annotated[int, typer.Option(help="layers ahead that it predicts; 0 for a layer's own residual")] = 1,
     share: Annotated[float, typer.Option(help="of the FFN's bytes that it may take")] = 0.08,
-    bound: Annotated[float, typer.Option(help="most of a layer's output norm that its threshold may miss")] = 0.2,
+    bound: Annotated[float, typer.Option(help="most of a layer's output norm that its threshold may miss")] = 0.05,
     hold_out: Annotated[
         str, typer.Option(help="domains of prompts, with commas, that it is not trained on", show_default=False)
     ] = "",

@@ -77,7 +77,7 @@ def judged(predictors: Predictors, trace: Trace, rows: np.ndarray, frequency: np
     return judge.evaluate(predictors, judge.ways(predictors, trace, rows, frequency))
 
 
-FEW = Settings(share=0.5, hold_out=("rivers",), epochs=4, batch=256)
+FEW = Settings(share=0.5, bound=0.2, hold_out=("rivers",), epochs=4, batch=256)
 
 
 @pytest.fixture(scope="module")

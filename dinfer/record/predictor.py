@@ -49,7 +49,7 @@ class Settings:
 
     lookahead: int = 1
     share: float = 0.08
-    bound: float = 0.2
+    bound: float = 0.05
     hold_out: tuple[str, ...] = ()
     epochs: int = 4
     batch: int = 1024
