@@ -393,7 +393,8 @@ def test_perplexity_of_a_predictor_that_predicts_all_is_the_exact_one(run_of_tin
     assert row["ratio"] == pytest.approx(1, abs=1e-6)
     assert row["output_error"] < 1e-6
     nothing = replace(predictors, thresholds=np.ones(4, np.float32))
-    assert perplexities(loaded, nothing, texts).iloc[0]["output_error"] == pytest.approx(1, abs=1e-3)
+    error = perplexities(loaded, nothing, texts).iloc[0]["output_error"]
+    assert error == pytest.approx((11 / 13) ** 0.5, abs=1e-3)  # the shared first token of each text runs dense
 
 
 def dinfer(*arguments, code=0):

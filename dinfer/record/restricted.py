@@ -1,5 +1,6 @@
 """Run a transformers model with its FFNs restricted to what predictors predict: perplexity, output error."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +17,14 @@ from dinfer.trace import Trace
 
 
 @contextmanager
-def restricted(loaded: Loaded, predictors: Predictors, errors: np.ndarray | None = None) -> Iterator[None]:
+def restricted(
+    loaded: Loaded, predictors: Predictors, errors: np.ndarray | None = None, dense: int = 0
+) -> Iterator[None]:
     """Run the model with every value at down's input set to 0 that the predictors did not predict.
 
     Values below the activity threshold of magnitude kinds are 0 too. ``errors`` float64 [layer, 2], if given, adds
-    up per layer the relative error of the FFN's output against its own values, and the tokens.
+    up per layer the relative error of the FFN's output against its own values, and the tokens. The first
+    ``dense`` rows of a pass keep all of their values.
     """
     spec, handles = loaded.spec, []
     residual: list[torch.Tensor] = [torch.empty(0)] * spec.layers
@@ -39,6 +43,8 @@ def restricted(loaded: Loaded, predictors: Predictors, errors: np.ndarray | None
             rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + 1e-6)
             chosen = rows @ first @ second + bias >= float(predictors.cuts[layer])
             value = inputs[0] * (inputs[0].abs() > float(limits[layer]))
+            chosen = chosen.reshape(-1, spec.neurons)
+            chosen[:dense] = True
             kept = value * chosen.reshape(value.shape)
             if errors is not None:
                 weight = site.down.weight if site.down.weight.shape[1] == spec.neurons else site.down.weight.T
@@ -81,7 +87,9 @@ def perplexities(loaded: Loaded, predictors: Predictors, texts: list[list[int]])
             exact = perplexity(loaded, texts)
     else:
         exact = perplexity(loaded, texts)
-    with restricted(loaded, predictors, errors):
+    # a prompt runs dense: the first token's residual, hundreds of times the others', is none that was learnt
+    dense = len(os.path.commonprefix(texts)) if len(texts) > 1 else 1
+    with restricted(loaded, predictors, errors, dense):
         predicted = perplexity(loaded, texts)
     error = float(np.sqrt(errors[:, 0].sum() / errors[:, 1].sum()))
     columns = {"texts": len(texts), "exact": exact, "predicted": predicted, "ratio": predicted / exact}
