@@ -258,9 +258,8 @@ def test_parity_holds_for_each_issue_and_window(tiny_models, relu_trace, issue, 
 @pytest.mark.parametrize(("group", "copies"), [(0, 1), (1, 4), (3, 2), (64, 1)])
 def test_an_emulated_link_pays_for_each_copy_of_a_group(group, copies):
     host, slots, spans = torch.rand(1, 8, 3, 4), torch.zeros(4, 3, 4), []
-    link = EmulatedLink(
-        SimpleNamespace(host=host, slots=[slots], move_biases=lambda *where: None), Link("slow", 1e-3, 1e6), group, lambda *span: spans.append(span)
-    )
+    bank = SimpleNamespace(host=host, slots=[slots], move_biases=lambda *where: None)
+    link = EmulatedLink(bank, Link("slow", 1e-3, 1e6), group, lambda *span: spans.append(span))
     link.wait(link.prefetch(0, np.arange(2, 6, dtype=np.int32), np.arange(4, dtype=np.int32)))
     link.close()
     assert torch.equal(slots, host[0, 2:6])
