@@ -338,7 +338,7 @@ def make_costs() -> LayerCosts:
 def test_a_slower_link_is_followed(tiny_models, monkeypatch):
     # after some tokens the link gets 20 times slower, and what is believed of it follows
     link = Link("wire", 1e-4, 2e7)
-    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"}, machine=machine(link))
+    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"}, machine=machine(link), window=4)
     prefetch, asked = EmulatedLink.prefetch, []
 
     def slower(self, layer, ids, slots):
