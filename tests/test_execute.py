@@ -336,7 +336,7 @@ def make_costs() -> LayerCosts:
 
 
 def test_a_slower_link_is_followed(tiny_models, monkeypatch):
-    # after some tokens the link gets 20 times slower, and what is believed of it follows
+    # after some tokens the link gets 50 times slower, and what is believed of it follows
     link = Link("wire", 1e-4, 2e7)
     plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"}, machine=machine(link), window=4)
     prefetch, asked = EmulatedLink.prefetch, []
@@ -344,14 +344,14 @@ def test_a_slower_link_is_followed(tiny_models, monkeypatch):
     def slower(self, layer, ids, slots):
         asked.append(len(ids))
         if len(asked) == 20:
-            self.link = Link("wire", 1e-4, 1e6)
+            self.link = Link("wire", 1e-4, 4e5)
         return prefetch(self, layer, ids, slots)
 
     monkeypatch.setattr(EmulatedLink, "prefetch", slower)
-    run = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=60, costs="running")
+    run = execute(plan, tiny_models["llama-relu"], [9, 8, 7], device="cpu", max_tokens=40, costs="running")
     believed = run.timeline.believed[:, 4]
     changed = int(np.flatnonzero(np.cumsum((run.work[:, :, 2] > 0).sum(axis=1)) >= 20)[0])
-    assert 2 < changed < 48
+    assert 2 < changed < 28
     assert believed[-1] > 2 * believed[changed - 1]
 
 
