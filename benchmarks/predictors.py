@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -157,7 +156,7 @@ def markdown(results: list[dict[str, Any]]) -> str:
         lines += [
             f"## {result['model']}, {result['name']}: k = {k}, {result['share']:.1%} of the FFN's bytes",
             "",
-            f"{result['machine']}; {result['date']}. Trained on {result['tokens']['trained']:,} tokens that the model "
+            f"{result['machine']}. Trained on {result['tokens']['trained']:,} tokens that the model "
             f"wrote, judged on {result['tokens']['judged']:,} of the domains "
             f"{', '.join(result['settings']['hold_out'])}, of which it saw none. True density {result['density']:.1%}. "
             f"{result['advice'][:1].upper() + result['advice'][1:]}.",
@@ -207,7 +206,7 @@ def main(
             settings = Settings(lookahead=k, hold_out=HOLD_OUT, epochs=epochs)
             name = f"{kind}, k {k}"
             result = judged(name, labelled, home, settings, loaded if texts else None, judge_tokens, texts)
-            results.append(result | {"machine": machine_line(), "date": datetime.now(UTC).date().isoformat()})
+            results.append(result | {"machine": machine_line()})
             write(results, out)
 
 

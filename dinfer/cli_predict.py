@@ -99,7 +99,8 @@ def _print_perplexities(predictors: "Predictors", model: str, trace: "Trace", ro
     predictors.check_model(loaded.spec, loaded.checkpoint.fingerprint)
     found = perplexities(loaded, predictors, texts_of(trace, rows, PERPLEXITY_TEXTS)).iloc[0]
     note(
-        f"perplexity of {int(found['texts'])} texts: {found['exact']:.2f} exact, {found['predicted']:.2f} predicted "
+        f"perplexity of {int(found['texts'])} texts: {found['exact_perplexity']:.2f} exact, "
+        f"{found['predicted_perplexity']:.2f} predicted "
         f"({found['ratio']:.3f} times); FFN output error {found['output_error']:.1%}"
     )
 

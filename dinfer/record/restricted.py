@@ -92,5 +92,5 @@ def perplexities(loaded: Loaded, predictors: Predictors, texts: list[list[int]])
     with restricted(loaded, predictors, errors, dense):
         predicted = perplexity(loaded, texts)
     error = float(np.sqrt(errors[:, 0].sum() / errors[:, 1].sum()))
-    columns = {"texts": len(texts), "exact": exact, "predicted": predicted, "ratio": predicted / exact}
-    return pd.DataFrame([columns | {"output_error": error}])
+    columns = {"texts": len(texts), "exact_perplexity": exact, "predicted_perplexity": predicted}
+    return pd.DataFrame([columns | {"ratio": predicted / exact, "output_error": error}])
