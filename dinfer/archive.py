@@ -5,6 +5,7 @@ over the tokens, so that like rows are neighbours. No token can be read alone: u
 """
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def unpack(path: str | Path) -> Trace:
     path, zarr = Path(path), _zarr()
     if not path.is_file():
         raise InputError(f"archive {path} does not exist; make one with `dinfer archive TRACE -o {path}`")
+    if not zipfile.is_zipfile(path):
+        raise InputError(f"archive {path} cannot be read (it is no zip file); make one with `dinfer archive TRACE -o`")
     try:
         with zarr.storage.ZipStore(path, mode="r") as store:
             group = zarr.open_group(store, mode="r")

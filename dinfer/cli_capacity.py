@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dinfer.cli import Form, app
+from dinfer.errors import InputError
 from dinfer.options import names, note
 
 
@@ -32,7 +33,10 @@ def capacity(
 
     machine = load_machine(gpu)
     if ram is not None:
-        machine = replace(machine, cpu=replace(machine.cpu, memory_bytes=parse_bytes(ram)))
+        memory_bytes = parse_bytes(ram)
+        if not memory_bytes:
+            raise InputError(f"ram is {ram}; it must be above 0, 64GiB say")
+        machine = replace(machine, cpu=replace(machine.cpu, memory_bytes=memory_bytes))
     with progress("simulating", "models") as at:
         frame = find_capacity(machine, names(model), target=target, context=context, dtypes=names(dtypes), tell=at)
     memory = f"{format_bytes(machine.gpu.memory_bytes)} and {format_bytes(machine.cpu.memory_bytes)} of RAM"

@@ -105,7 +105,7 @@ def test_bad_files_are_refused(tmp_path):
     refused(f"archive {path} does not exist; make one with `dinfer archive TRACE -o {path}`", unpack, path)
     path.write_bytes(b"no zip")
     refused(f"{path} exists; an archive never overwrites, choose another -o", pack, trace, path)
-    refused(f"archive {path} cannot be read (", unpack, path)
+    refused(f"archive {path} cannot be read (it is no zip file); make one with `dinfer archive TRACE -o`", unpack, path)
     for attributes, message in (
         ({}, f"{path} does not say format 'dinfer-trace-archive'; it is no archive of dinfer"),
         (

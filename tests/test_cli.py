@@ -558,3 +558,7 @@ def test_help_is_quick_because_it_loads_little():
     run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
     assert "Commands" in run.stdout
+
+
+def test_capacity_refuses_a_machine_without_memory():
+    assert refused("capacity", "--gpu", "rtx4090", "--ram", "0") == "ram is 0; it must be above 0, 64GiB say"
