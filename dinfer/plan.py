@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from dinfer.document import read_arrays, read_document
 from dinfer.errors import InputError
 from dinfer.machine import ISSUES, LayerCosts, Machine, layer_costs
 from dinfer.model import ModelSpec
@@ -241,8 +242,11 @@ class Plan:
     def load(cls, path: str | Path) -> Self:
         """The plan in ``path``; raises InputError for a file that is none, is newer, or whose arrays do not fit."""
         path = Path(path)
-        document = _read_document(path)
-        tensors = _read_arrays(path.with_suffix(".safetensors"))
+        if not path.is_file():
+            raise InputError(f"plan {path} does not exist; make one with `dinfer plan TRACE -o {path}`")
+        document = read_document(path, f"plan {path}", "plan", VERSION)
+        rule = "a plan is its .json and the .safetensors beside it"
+        tensors = read_arrays(path.with_suffix(".safetensors"), "plan", rule)
         try:
             spec = ModelSpec.from_dict(document["model"])
             plan = cls(
@@ -282,30 +286,3 @@ def _levels(tensors: Mapping[str, np.ndarray]) -> "Levels | None":
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InputError(f"{name} {value!r} is not one of {', '.join(allowed)}")
-
-
-def _read_document(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise InputError(f"plan {path} does not exist; make one with `dinfer plan TRACE -o {path}`")
-    try:
-        document = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"plan {path} is not JSON ({error})") from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise InputError(f"{path} does not say format {FORMAT!r}; it is not a plan of dinfer")
-    version = document.get("version")
-    if not isinstance(version, int) or not 1 <= version <= VERSION:
-        raise InputError(f"plan {path} has version {version}, this dinfer reads up to {VERSION}; upgrade dinfer")
-    return document
-
-
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    if not path.is_file():
-        raise InputError(f"plan arrays {path} do not exist; a plan is its .json and the .safetensors beside it")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise InputError(f"plan arrays {path} cannot be read ({error})") from None

@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from dinfer import bits
+from dinfer.document import read_arrays, read_document
 from dinfer.errors import InputError
 from dinfer.model import ModelSpec
 from dinfer.trace import Trace
@@ -197,8 +198,13 @@ class Predictors:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The predictor in directory ``path``; raises InputError for one that is none, is newer, or was edited."""
-        document = _read_document(Path(path))
-        arrays = _read_arrays(Path(path) / "predictor.safetensors")
+        file = Path(path) / "predictor.json"
+        if not file.is_file():
+            remedy = "train one with `dinfer train-predictor`"
+            raise InputError(f"{path} is no predictor: it lacks predictor.json; {remedy}")
+        document = read_document(file, f"predictor {file}", "predictor", VERSION)
+        rule = "a predictor is predictor.json and these"
+        arrays = read_arrays(Path(path) / "predictor.safetensors", "predictor", rule)
         try:
             spec = ModelSpec.from_dict(document["model"])
             parts: Any = {name: [arrays[f"{name}.{i}"] for i in range(spec.layers)] for name in PARTS}
@@ -244,31 +250,3 @@ def rank_for_share(spec: ModelSpec, share: float) -> int:
         least = (predictor_bytes(spec, 1)) / (spec.neurons * neuron_bytes)
         raise InputError(f"share is {share:g} of the FFN's bytes; a predictor of rank 1 takes {least:.4f}, give more")
     return rank
-
-
-def _read_document(path: Path) -> dict[str, Any]:
-    file = path / "predictor.json"
-    if not file.is_file():
-        raise InputError(f"{path} is no predictor: it lacks predictor.json; train one with `dinfer train-predictor`")
-    try:
-        document = json.loads(file.read_text())
-    except ValueError as error:
-        raise InputError(f"{file} is not JSON ({error}); train the predictor again") from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise InputError(f"{file} does not say format {FORMAT!r}; it is not a predictor of dinfer")
-    version = document.get("version")
-    if not isinstance(version, int) or not 1 <= version <= VERSION:
-        raise InputError(f"predictor {path} has version {version}, this dinfer reads up to {VERSION}; upgrade dinfer")
-    return document
-
-
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    if not path.is_file():
-        raise InputError(f"predictor arrays {path} do not exist; a predictor is predictor.json and these")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise InputError(f"predictor arrays {path} cannot be read ({error})") from None

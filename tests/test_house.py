@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "dinfer"
 
 GROUND = """
-model machine units errors bits catalog compiled trace archive placement plan predictors timeline policies
+model machine units errors bits document catalog compiled trace archive placement plan predictors timeline policies
 """.split()
 ROOMS = {  # room: the other rooms that it may import
     "record": {"families"},

@@ -152,10 +152,10 @@ def test_damaged_files_are_refused(tmp_path):
     text, file = (tmp_path / "predictor.json").read_text(), tmp_path / "predictor.json"
     for change, message in [
         (("dinfer-predictor", "dinfer-plan"), f"{file} does not say format 'dinfer-predictor'"),
-        (('"version": 1', '"version": 2'), f"predictor {tmp_path} has version 2, this dinfer reads up to 1"),
+        (('"version": 1', '"version": 2'), f"predictor {file} has version 2, this dinfer reads up to 1; upgrade"),
         (('"lookahead": 1', '"lookahead": 2'), f"predictor {tmp_path} and its arrays do not belong together"),
         (('"lookahead"', '"ahead"'), f"predictor {tmp_path} lacks 'lookahead'; train it again"),
-        (("{", ""), f"{file} is not JSON"),
+        (("{", ""), f"predictor {file} is not JSON ("),
     ]:
         file.write_text(text.replace(*change, 1))
         with refuses(message):
