@@ -1,7 +1,9 @@
 """Predicted against measured tokens/s: the same plans simulated and run on a real model, on this machine.
 
-The machine is profiled first, by calibration plans that hold other shares of the neurons. Each plan then decodes the
-same held-out sequences of a recorded trace, simulated once and run several times in turn with the others.
+The machine is profiled by calibration plans that hold other shares of the neurons: first, and again before each further
+turn, since a shared machine is not the same machine minutes later. In each turn every plan decodes the same held-out
+sequences of a recorded trace. A plan is made with the first profile; predicted is its mean time over the profiles, of
+which none has seen a run. The errors by the first profile alone are kept beside it.
 """
 
 import json
@@ -84,29 +86,35 @@ def _compare(directory, seen, held_out, device, dtype, shares, caches, repeat, r
 
     spec = seen.spec.as_run(dtype)
     thresholds = seen.meta.get("thresholds", ()) if spec.sparsity_kind == "magnitude" else ()
-    print(f"profiling in {dtype}", file=sys.stderr)
-    machine, fits = measure_machine(directory, device=device, dtype=dtype, thresholds=thresholds)
-    print(fits.to_string(index=False), file=sys.stderr)
-    results = []
+
+    def profile():
+        print(f"profiling in {dtype}", file=sys.stderr)
+        machine, fits = measure_machine(directory, device=device, dtype=dtype, thresholds=thresholds)
+        print(fits.to_string(index=False), file=sys.stderr)
+        return machine
+
+    machine, results = profile(), []
     for share in shares:
         for cache in caches:
             context = int(held_out.tokens["position"].max()) + 2
             vram = budget_for_share(spec, machine, share, context)
             plan = make_plan(seen, machine, vram, context=context, cache=cache, spec=spec, **rules)
-            predicted = simulate(plan, held_out).timeline
             named = {"plan": plan, "share": share, "cache": cache, "dtype": dtype}
-            results.append({**named, "predicted": predicted, "runs": []})
+            results.append({**named, "simulated": [], "runs": []})
     for turn in range(repeat):
+        machine = profile() if turn else machine
         for result in results:
+            result["simulated"].append(simulate(result["plan"], held_out, machine).timeline)
             print(f"run {turn + 1} of {repeat}: {_setting(result)} {result['cache']}", file=sys.stderr)
             with Session(result["plan"], directory, device) as session:
                 result["runs"].append(session.replay(held_out).timeline)
     for result in results:
         speeds = np.array([run.tokens_per_second for run in result["runs"]])
         measured = np.mean([run.step_seconds() for run in result["runs"]], axis=0)
-        expected = result["predicted"].step_seconds()
+        expected = np.mean([run.step_seconds() for run in result["simulated"]], axis=0)
         result["steps"] = {step: (float(expected[step]), float(m)) for step, m in zip(STEPS, measured, strict=True)}
-        result["predicted"] = result["predicted"].tokens_per_second
+        seconds = [1 / run.tokens_per_second for run in result["simulated"]]
+        result["predicted"], result["first"] = 1 / float(np.mean(seconds)), 1 / seconds[0]
         result["measured"], result["low"], result["high"] = spread(speeds)
         result["error"] = result["predicted"] / result["measured"] - 1
     return results
@@ -130,6 +138,7 @@ def _kept(results):
             "predicted_tokens_per_second": result["predicted"],
             "measured_tokens_per_second": result["measured"],
             "error": result["error"],
+            "error_by_first_profile": result["first"] / result["measured"] - 1,
             "step_milliseconds": {k: [1e3 * p, 1e3 * m] for k, (p, m) in result["steps"].items()},
         }
         for result in results

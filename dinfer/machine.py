@@ -41,6 +41,8 @@ class Device:
     ``neuron``: what it reads of the active ones besides. ``head``: final norm, output projection, sampling.
     ``prefill``: a layer over a chunk of the prompt, all of its bytes and flops; the executor's runs on the CPU.
     ``merge``: adding the other side's partial sum. ``predict``, ``schedule``: the scheduler's part of one layer.
+    ``wake``: from the end of the CPU's part until the decoding thread, if it waits for it, goes on. ``delay``: how much
+    later the CPU's part begins while an emulated link copies, which takes its core; bytes of the copy.
     ``context_bytes`` is what the runtime takes of the memory before any weight.
     """
 
@@ -57,6 +59,8 @@ class Device:
     merge: Cost = field(default_factory=Cost)
     predict: Cost = field(default_factory=Cost)
     schedule: Cost = field(default_factory=Cost)
+    wake: Cost = field(default_factory=Cost)
+    delay: Cost = field(default_factory=Cost)
 
     def __post_init__(self) -> None:
         for name, least in (("memory_bytes", 1), ("context_bytes", 0), ("threads", 1)):
@@ -152,7 +156,9 @@ class Machine:
             raise InputError(f"machine description: {str(error).split('() ')[-1]}; see docs/machine.md") from None
 
 
-STEP_COSTS = ("attention", "kv", "gate", "neuron", "head", "prefill", "merge", "predict", "schedule")
+STEP_COSTS = (
+    "attention", "kv", "gate", "neuron", "head", "prefill", "merge", "predict", "schedule", "wake", "delay",
+)  # fmt: skip
 _LAUNCHES = {"attention": 12, "gate": 4, "head": 3, "merge": 1}
 """Kernel launches of a step on a GPU whose table gives only ``launch_seconds``: our count of our own executor."""
 
@@ -196,6 +202,8 @@ class LayerCosts(NamedTuple):
     ``attention_seconds`` grows by ``attention_token_seconds`` for each token of context. A side's FFN over
     ``examined`` neurons of which ``active`` are active takes ``fixed + examined * gate + active * neuron``.
     ``gpu_dram_bytes`` is what the GPU's part reads through the host's DRAM for each neuron: 0 but for an emulated GPU.
+    ``wake_seconds`` pass after the CPU's part when the GPU waits for it; while ``n`` neurons are copied by an emulated
+    link the CPU's part begins ``delay_fixed + n * delay_neuron`` later.
     A prefetch of ``n`` neurons takes ``fixed + ceil(n / group) * copy + n * neuron``: a copy moves ``group`` of them.
     """
 
@@ -216,6 +224,9 @@ class LayerCosts(NamedTuple):
     merge_seconds: float
     predict_seconds: float
     schedule_seconds: float
+    wake_seconds: float
+    delay_fixed_seconds: float
+    delay_neuron_seconds: float
     head_seconds: float
     neuron_bytes: float
     gate_bytes: float
@@ -230,7 +241,6 @@ class LayerCosts(NamedTuple):
     def cpu_seconds(self, examined: float, active: float) -> float:
         """Seconds of the CPU's part of one FFN, the DRAM to itself."""
         return self.cpu_fixed_seconds + examined * self.cpu_gate_seconds + active * self.cpu_neuron_seconds
-
 
     def scaled(self, factors: Factors) -> "LayerCosts":
         """These costs where the steps take ``factors`` as long."""
@@ -318,6 +328,9 @@ def layer_costs(
         merge_seconds=gpu.merge.seconds(state_bytes),
         predict_seconds=gpu.predict.seconds(predictor_bytes) if predictor_rank else 0.0,
         schedule_seconds=cpu.schedule.fixed_seconds,
+        wake_seconds=cpu.wake.fixed_seconds,
+        delay_fixed_seconds=cpu.delay.fixed_seconds if machine.emulated else 0.0,
+        delay_neuron_seconds=row_bytes / cpu.delay.bytes_per_second if machine.emulated else 0.0,
         head_seconds=gpu.head.seconds(spec.head_bytes, batch * 2 * spec.vocab * spec.hidden),
         neuron_bytes=float(row_bytes),
         gate_bytes=gate_bytes if exact else 0.0,

@@ -1,5 +1,6 @@
 """The executor against transformers, and against the simulator."""
 
+import gc
 import re
 import threading
 import time
@@ -519,3 +520,11 @@ def test_bank_bits_and_buckets_agree_at_the_start(tiny_models):
         check_bank(session.last_bank)
         assert [len(bucket) for bucket in session.last_bank.bucket] == [0, 1, 80, 160]
         assert np.array_equal(bits.count(session.last_bank.resident), [0, 1, 80, 160])
+
+
+def test_the_collector_leaves_a_run_alone(tiny_models):
+    """What was there before is frozen while tokens are decoded, and no longer: going through it would stop one."""
+    frozen, before = [], gc.get_freeze_count()
+    with Session(make_plan(tiny_models["llama-relu"], 4), tiny_models["llama-relu"], "cpu") as session:
+        session.generate([1, 2, 3], max_tokens=2, on_logits=lambda _: frozen.append(gc.get_freeze_count()))
+    assert min(frozen) > 10_000 > before == gc.get_freeze_count()

@@ -121,6 +121,12 @@ TEXT = """\
    },
    "schedule": {
     "fixed_seconds": 0.0
+   },
+   "wake": {
+    "fixed_seconds": 0.0
+   },
+   "delay": {
+    "fixed_seconds": 0.0
    }
   },
   "cpu": {
@@ -154,6 +160,12 @@ TEXT = """\
    },
    "schedule": {
     "fixed_seconds": 0.0
+   },
+   "wake": {
+    "fixed_seconds": 0.0
+   },
+   "delay": {
+    "fixed_seconds": 0.0
    }
   },
   "h2d": {
@@ -169,7 +181,7 @@ TEXT = """\
   "dram_bytes_per_second": 2000000000.0,
   "notes": ""
  },
- "machine_fingerprint": "df36a9c84f3ad44a",
+ "machine_fingerprint": "c0a706b46e4b13d8",
  "trace": "",
  "cache": {
   "name": "static"
@@ -199,12 +211,12 @@ TEXT = """\
   "name": "greedy",
   "objective": 2.0
  },
- "fingerprint": "4c268288c167bd03"
+ "fingerprint": "cc70ac8367e50a9f"
 }
 """
 
 ARRAYS = (
-    b'{"__metadata__":{"plan":"4c268288c167bd03"},'
+    b'{"__metadata__":{"plan":"cc70ac8367e50a9f"},'
     b'"resident":{"dtype":"U64","shape":[2,1],"data_offsets":[0,16]},'
     b'"frequency":{"dtype":"F32","shape":[2,4],"data_offsets":[16,48]}}'
 )

@@ -326,6 +326,29 @@ def test_cpu_and_prefetch_share_the_dram(dram, cpu, copied, total):
     assert ends["head", -1] == pytest.approx(total, rel=1e-12)
 
 
+@pytest.mark.parametrize(("gpu", "total"), [(0.5, 3.25), (1.875, 3.25), (2.125, 3.25), (2.5, 3.5)])
+def test_waking_up_counts_as_far_as_the_gpu_waits(gpu, total):
+    """The CPU is done after 2 s and its thread takes 0.25 s to wake the other, which a busy GPU does not notice."""
+    box = machine(attention=1, gpu=gpu, cpu_gate=1)
+    slow = replace(box, cpu=replace(box.cpu, wake=Cost(0.25)))
+    run = simulate(plan([LOW], slow, issue="gather"), trace([[LOW]]))
+    assert run.timeline.seconds == total
+    assert run.timeline.step_seconds()["wait"] == total - 1 - gpu
+    assert simulate(plan([LOW], box, issue="gather"), trace([[LOW]])).timeline.seconds == 1 + max(gpu, 2)
+
+
+@pytest.mark.parametrize(("emulated", "start"), [(False, 1), (True, 1 + 0.5 + 2 * 0.125)])
+def test_an_emulated_link_keeps_the_cpu_from_its_core(emulated, start):
+    """While two neurons of the second layer are on their way the first layer's CPU part waits for a core."""
+    box = machine(attention=1, cpu_gate=1, link=1)
+    box = replace(box, cpu=replace(box.cpu, delay=Cost(0.5, per(64, 0.125))))
+    box = replace(box, emulated_link=box.h2d if emulated else None)
+    options = {"cache": {"name": "lru"}, "prediction": "oracle", "lookahead": 1, "window": 4}
+    frame = simulate(plan([LOW, LOW], box, issue="gather", **options), trace([[LOW, HIGH]])).timeline.to_frame()
+    cpu = frame[(frame["step"] == "ffn_cpu") & (frame["stream"] == "cpu")]
+    assert cpu["start_seconds"].iloc[0] == start
+
+
 def test_other_load_slows_its_stream():
     """From 4 s on the GPU runs at half its pace: of 5 tokens of 2 s two are done, three take 4 s."""
     box = machine(attention=1, gpu=1)

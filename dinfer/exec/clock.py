@@ -39,14 +39,14 @@ class Clock:
         self.resolve()
         self.elapsed = time.perf_counter() - self.base
 
-    def lap(self, layer: int, step: str, neurons: int = 0, until: float | None = None) -> None:
-        """The decoding thread did ``step`` since its last lap, up to now or ``until`` (perf_counter seconds)."""
+    def lap(self, layer: int, step: str, neurons: int = 0) -> None:
+        """The decoding thread did ``step`` since its last lap."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self.laps.append((self.token, layer, step, event, neurons))
             return
-        now = time.perf_counter() if until is None else max(until, self.last)
+        now = time.perf_counter()
         self.spans.append(Span(self.token, layer, step, "gpu", self.last - self.base, now - self.base, neurons))
         self.last = now
 

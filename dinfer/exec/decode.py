@@ -1,5 +1,6 @@
 """One decoded token, for real: the same functions in the same order as sim/decode.py, doing the work."""
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,6 +106,7 @@ class Running:
         self.predictions = np.zeros((spec.layers, spec.words), np.uint64)
         self.fetch, self.evict = np.zeros(spec.words, np.uint64), np.zeros(spec.words, np.uint64)
         self._compile()
+        gc.freeze()  # the collector would go through all that torch ever imported: 0.25 s in the midst of a token
 
     def believe(self, costs: LayerCosts) -> None:
         """Let decisions from here on depend on ``costs``."""
@@ -131,6 +133,7 @@ class Running:
 
     def close(self) -> None:
         """End the threads."""
+        gc.unfreeze()
         self.link.close()
         self.workers.close()
         if self.host is not None:
@@ -271,7 +274,7 @@ def ffn(run: Running, layer: int, hidden: torch.Tensor, x: torch.Tensor) -> torc
     partial = None
     if len(share.cpu_ids):
         partial = run.workers.result()
-        run.clock.lap(layer, "wait", until=partial.ended)  # what comes after, waking up, is the merge's
+        run.clock.lap(layer, "wait")
         total = merge(run, layer, total, partial)
     observe(run, layer, share.gpu_ids, values, partial)
     if run.bank.down_bias is not None:

@@ -170,12 +170,11 @@ def _samples(run: Run, plan: Plan, number: int, prompt_tokens: int) -> pd.DataFr
 
 
 def _fit(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine, list[Fit]]:
-    attention = _stream(frame, "attention", "gpu")
-    still = attention.query("not moves")
+    still, moving = frame[~frame["moves"]], frame[frame["moves"]]
     values: dict[str, list[float]] = {}
-    values["attention"], fits = _affine("attention", still, ["position"])
-    values["handoff"] = [_mean(_handoff(frame))]
-    sides, residuals = _fit_sides(spec, blank, frame, values["handoff"][0])
+    values["attention"], fits = _affine("attention", _stream(still, "attention", "gpu"), ["position"])
+    values["handoff"] = [_mean(_handoff(still))]
+    sides, residuals = _fit_sides(spec, blank, still, values["handoff"][0])
     fits += [
         Fit("ffn_gpu", sides.gpu_fixed * 1e6, sides.gpu_slot * 1e9, "slot", residuals[0], residuals[2]),
         *([] if blank.emulated else [
@@ -186,12 +185,17 @@ def _fit(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine,
     ]
     values["prefetch"], described = _fit_prefetch(spec, blank, _stream(frame, "prefetch", "h2d"))
     fits.append(described)
-    moved = attention.query("moves")
-    slowed = max(0.0, _mean(moved["seconds"]) - values["attention"][0]) if len(moved) else 0.0
-    values["merge"] = [_mean(_merge(frame))]
-    values["schedule"] = [_mean(_schedule(frame)) + slowed]
+    values["delay"], described = _fit_delay(moving, values["handoff"][0])
+    fits.append(described)
+    moved = _stream(moving, "attention", "gpu")
+    at_rest, per_position = values["attention"]
+    expected = at_rest + per_position * moved["position"].mean() if len(moved) else 0.0
+    slowed = max(0.0, _mean(moved["seconds"]) - expected)
+    values["wake"] = [_mean(_wake(still))]
+    values["merge"] = [_mean(_stream(still, "merge", "gpu")["seconds"])]
+    values["schedule"] = [_mean(_schedule(moving)) + slowed]
     values["head"] = [_mean(_stream(frame, "head", "gpu")["seconds"])]
-    for step in ("handoff", "merge", "schedule", "head"):
+    for step in ("handoff", "wake", "merge", "schedule", "head"):
         fits.append(Fit(step, values[step][0] * 1e6, 0.0, "", float("nan"), len(still)))
     return _machine(spec, blank, values, sides), fits
 
@@ -295,6 +299,15 @@ def _fit_prefetch(spec: ModelSpec, blank: Machine, rows: pd.DataFrame) -> tuple[
     return [fixed, per_neuron], Fit("prefetch", fixed * 1e6, per_neuron * 1e9, "neuron", residual, len(rows))
 
 
+def _fit_delay(moving: pd.DataFrame, handoff: float) -> tuple[list[float], Fit]:
+    """How much later than ``handoff`` the CPU begins while an emulated link copies, affine in the copied neurons."""
+    later = _handoff(moving).groupby(level=0).agg(_mean) - handoff
+    neurons = _stream(moving, "prefetch", "h2d").groupby("run")["neurons"].mean().reindex(later.index)
+    fixed, each = nnls(np.column_stack([np.ones(len(later)), neurons]), later.to_numpy())[0]
+    residual = float((fixed + each * neurons - later).abs().mean() / later.abs().mean())
+    return [float(fixed), float(each)], Fit("delay", fixed * 1e6, each * 1e9, "neuron", residual, len(later))
+
+
 def _fit_prefill(spec: ModelSpec, machine: Machine, prefills: list[list[float]], name: str) -> tuple[Cost, Fit]:
     """A fixed part for each layer and chunk, and a rate of flops, from prompts of several lengths."""
     per_token = 2.0 * (spec.attention_parameters + spec.neurons * spec.matrices * spec.hidden)
@@ -322,6 +335,7 @@ def _machine(spec: ModelSpec, blank: Machine, values: dict[str, list[float]], si
     kv_token_bytes = spec.kv_bytes(1) / spec.layers
     attention, per_position = values["attention"]
     copy_fixed, copy_neuron = values["prefetch"]
+    delay_fixed, delay_neuron = values["delay"]
     dense_rate = spec.neuron_bytes / (sides.gpu_slot + sides.gpu_active)
     gpu = replace(
         blank.gpu,
@@ -337,6 +351,8 @@ def _machine(spec: ModelSpec, blank: Machine, values: dict[str, list[float]], si
         gate=Cost(sides.cpu_fixed, gate_bytes / sides.cpu_cold),
         neuron=Cost(0.0, rest_bytes / sides.cpu_active),
         schedule=Cost(values["schedule"][0]),
+        wake=Cost(values["wake"][0]),
+        delay=Cost(delay_fixed, _rate(spec.neuron_bytes, delay_neuron)) if blank.emulated else Cost(),
     )
     return replace(
         blank,
@@ -389,18 +405,17 @@ def _handoff(frame: pd.DataFrame) -> pd.Series:
     return (begun - asked).dropna().clip(lower=0)
 
 
-def _merge(frame: pd.DataFrame) -> pd.Series:
-    """From the later end of the two sides to the end of the merge: waking up and adding."""
-    merged = _keyed(_stream(frame, "merge", "gpu"), "end_seconds")
+def _wake(frame: pd.DataFrame) -> pd.Series:
+    """From the end of the CPU's part, where the GPU's has ended before, until the decoding thread goes on."""
     cpu = _keyed(_stream(frame, "ffn_cpu", "cpu"), "end_seconds")
-    gpu = _keyed(_of_layer(_stream(frame, "ffn_gpu", "gpu"), -1), "end_seconds")
-    later = np.maximum(cpu, gpu.reindex(cpu.index))
-    return (merged - later).dropna().clip(lower=0)
+    gpu = _keyed(_of_layer(_stream(frame, "ffn_gpu", "gpu"), -1), "end_seconds").reindex(cpu.index)
+    passed = _keyed(_of_layer(_stream(frame, "wait", "gpu"), -1), "end_seconds").reindex(cpu.index)
+    return (passed - cpu)[~(gpu >= cpu)].dropna().clip(lower=0)
 
 
 def _schedule(frame: pd.DataFrame) -> pd.Series:
     """What moving takes besides the copy: the policy's step, the swap, issuing it, and waking up when it has landed."""
-    moving = frame[frame["moves"] & (frame["layer"] > 0)]
+    moving = frame[frame["layer"] > 0]
     waits = _stream(moving, "wait", "gpu")
     step, arrival = _of_layer(waits, 0), _of_layer(waits, 1)
     landed = _keyed(_stream(moving, "prefetch", "h2d"), "end_seconds")

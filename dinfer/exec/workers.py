@@ -24,7 +24,6 @@ class Partial(NamedTuple):
     total: np.ndarray
     ids: np.ndarray
     values: np.ndarray
-    ended: float
 
 
 class Workers:
@@ -110,7 +109,7 @@ class Workers:
             if len(x) > 1:
                 active = int(np.count_nonzero(values.any(axis=0)))
             self.clock.record(layer, "ffn_cpu", "cpu", start, end, active)
-        return Partial(total, ids, values, end)
+        return Partial(total, ids, values)
 
 
 def _join(parts: list[Any]) -> Any:
@@ -124,5 +123,4 @@ def _join(parts: list[Any]) -> Any:
         np.sum([part.total for part in ordered], axis=0),
         np.concatenate([part.ids for part in ordered]),
         np.concatenate([part.values for part in ordered], axis=1),
-        max(part.ended for part in ordered),
     )

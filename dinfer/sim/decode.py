@@ -18,7 +18,7 @@ from dinfer.timeline import STEPS
 
 ATTENTION, PREDICT, SCHEDULE, PREFETCH, WAIT, FFN_GPU, FFN_CPU, MERGE, HEAD = range(9)
 assert STEPS == ("attention", "predict", "schedule", "prefetch", "wait", "ffn_gpu", "ffn_cpu", "merge", "head")
-OPS_PER_LAYER = 9
+OPS_PER_LAYER = 10
 
 
 class Rules(NamedTuple):
@@ -140,8 +140,11 @@ def balanced(believed, rules, memory, layer, computed):
 
 
 @inlined
-def ffn(ops, costs, rules, memory, layer, computed, added, dropped, unread, after):
-    """Both sides' parts and the merge; the GPU waits for its neurons, then for the CPU's partial sum."""
+def ffn(ops, costs, rules, memory, layer, computed, added, dropped, unread, copied, after):
+    """Both sides' parts and the merge; the GPU waits for its neurons, then for the CPU's partial sum.
+
+    Meanwhile ``copied`` neurons are on their way: an emulated link keeps the CPU waiting for its core.
+    """
     resident, slots = memory.resident[layer], memory.slots[layer]
     on_gpu, on_cpu = count_split(computed, resident)
     on_gpu, on_cpu = on_gpu + added, on_cpu - dropped
@@ -149,7 +152,10 @@ def ffn(ops, costs, rules, memory, layer, computed, added, dropped, unread, afte
     examined_gpu, examined_cpu = (slots, cold - unread) if rules.exact else (0, 0)
     if examined_cpu + on_cpu == 0:
         return ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, after, memory.ready[layer]), on_gpu, on_cpu
-    down = issue(ops, D2H, FFN_CPU, layer, costs.state_down_seconds, after, memory.stepped[layer])
+    handed = costs.state_down_seconds
+    if copied > 0:
+        handed += costs.delay_fixed_seconds + copied * costs.delay_neuron_seconds
+    down = issue(ops, D2H, FFN_CPU, layer, handed, after, memory.stepped[layer])
     seconds = cpu_seconds(costs, examined_cpu, on_cpu) - costs.cpu_fixed_seconds
     touched = examined_cpu * costs.gate_bytes + on_cpu * (costs.neuron_bytes - costs.gate_bytes)
     cpu = issue_bytes(ops, CPU, FFN_CPU, layer, on_cpu, costs.cpu_fixed_seconds, touched, seconds, down, NONE)
@@ -174,6 +180,8 @@ def ffn_gpu(ops, costs, layer, examined, active, first, second):
 @inlined
 def merge(ops, costs, rules, layer, cpu):
     """Bring the CPU's partial sum over and add it; a copy queues behind the prefetches, a kernel's read does not."""
+    if costs.wake_seconds > 0.0:
+        cpu = issue(ops, D2H, WAIT, layer, costs.wake_seconds, cpu, NONE)
     if rules.merge_in_queue:
         up = issue(ops, H2D, MERGE, layer, costs.state_up_seconds, cpu, NONE)
         return issue(ops, GPU, MERGE, layer, costs.merge_seconds, up, NONE)
@@ -194,6 +202,7 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
     before = NONE
     for layer in range(layers):
         here = attention(ops, costs, layer, position, before)
+        copied = np.int64(0)
         if rules.moves:
             first, last = targets(layer, rules.lookahead, layers)
             for target in range(first, last):
@@ -206,13 +215,16 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
                 if not rules.scheduler_thread:  # the decoding thread steps itself
                     here = stepped
                 log_moves(log, memory, token, target, n, active[target])
+                copied += n
         else:
             memory.stepped[layer] = memory.ready[layer] = NONE
         computed = active[layer] if rules.exact else predicted[layer]
         added, dropped, found, lost, unread = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
         if memory.thresholds.shape[2] > 0:
             added, dropped, found, lost, unread = balanced(believed, rules, memory, layer, computed)
-        before, on_gpu, on_cpu = ffn(ops, costs, rules, memory, layer, computed, added, dropped, unread, here)
+        before, on_gpu, on_cpu = ffn(
+            ops, costs, rules, memory, layer, computed, added, dropped, unread, copied, here
+        )  # fmt: skip
         if not rules.exact:  # of what was computed
             on_gpu, on_cpu = count_active(active[layer], computed, memory.resident[layer])
             on_gpu, on_cpu = on_gpu + found, max(on_cpu - lost, 0)
@@ -256,6 +268,8 @@ def log_spans(ops, log, token, start):
     """Sum the steps and, where there is room, keep the spans; a GPU that stands idle waits."""
     free, keep = start, log.span_bytes.size > 0
     for i in range(ops.used[0]):
+        if ops.step[i] == WAIT:
+            continue  # waking up: the GPU's waiting has it
         since, until = ops.start[i], ops.end[i]
         log.step_seconds[ops.step[i]] += until - since
         if ops.stream[i] == GPU:
