@@ -112,7 +112,7 @@ def _compare(directory, seen, held_out, device, dtype, shares, caches, repeat, r
         speeds = np.array([run.tokens_per_second for run in result["runs"]])
         measured = np.mean([run.step_seconds() for run in result["runs"]], axis=0)
         expected = np.mean([run.step_seconds() for run in result["simulated"]], axis=0)
-        result["steps"] = {step: (float(expected[step]), float(m)) for step, m in zip(STEPS, measured, strict=True)}
+        result["steps"] = {s: (float(e), float(m)) for s, e, m in zip(STEPS, expected, measured, strict=True)}
         seconds = [1 / run.tokens_per_second for run in result["simulated"]]
         result["predicted"], result["first"] = 1 / float(np.mean(seconds)), 1 / seconds[0]
         result["measured"], result["low"], result["high"] = spread(speeds)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dinfer.record.recorder import record
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FIELDS = ["name", "setting", "median", "low", "high", "unit", "against", "ratio"]
 SMALL = ["--quick", "--dtype", "bfloat16", "--hidden", "256", "--neurons", "512", "--gib", "0.01"]
@@ -61,6 +63,24 @@ def test_decoding_is_compared_with_a_peer_that_writes_the_same(tiny_models, tmp_
     assert 0 < kept["dinfer sparse"]["active_share"] < 1
     assert kept["dinfer sparse"]["bytes_a_token"] < kept["transformers"]["bytes_a_token"]
     assert "| transformers |" in saved.with_suffix(".md").read_text()
+
+
+def test_predicted_is_kept_beside_measured(tiny_models, tmp_path):
+    """A row a plan, and in the file what each profile said, step by step; the errors are those of its own figures."""
+    model, saved = tiny_models["llama-relu"], tmp_path / "predicted.json"
+    trace = record(model, [[1, 2, 3], [4, 5, 6]], tokens=24, out=tmp_path / "trace", max_new_tokens=12, levels=False)
+    assert len(trace.phase("decode")) == 24
+    options = ["--model", model, "--trace", tmp_path / "trace", "--budgets", "40", "--tokens", "8", "--repeat", "2"]
+    TINY["predicted.py"] = [*map(str, options), "--save", str(saved)]
+    text, errors = run("predicted.py", "md")
+    assert [row["name"] for row in check(text, errors, "md")] == ["static", "hot_predicted"]
+    assert errors.count("profiling in float32") == 2
+    for plan in json.loads(saved.read_text())["plans"]:
+        ratio = plan["predicted_tokens_per_second"] / plan["measured_tokens_per_second"]
+        assert plan["error"] == pytest.approx(ratio - 1)
+        assert plan["error_by_first_profile"] > -1
+        assert all(min(step) >= 0 for step in plan["step_milliseconds"].values())
+        assert min(plan["step_milliseconds"]["attention"]) > 0
 
 
 def check(text: str, errors: str, output: str) -> list[dict[str, str]]:

@@ -19,7 +19,7 @@ from dinfer.exec.host import Host
 from dinfer.exec.link import Arrival, EmulatedLink, Transport
 from dinfer.exec.predictor import LivePredictor
 from dinfer.exec.workers import Partial, Workers
-from dinfer.families import FAMILIES
+from dinfer.families import FAMILIES, TORCH_DTYPES
 from dinfer.machine import Factors, LayerCosts
 from dinfer.plan import Plan
 from dinfer.policies.protocol import NO_FUTURE
@@ -124,12 +124,18 @@ class Running:
             self.unread = self.plan.levels.unread(levels)
 
     def _compile(self) -> None:
-        """Call the small compiled functions once, on nothing, before the clock runs."""
+        """Call what is compiled or set up at its first call once, on nothing, before the clock runs."""
         words = np.zeros(1, np.uint64)
         add_members(words, NO_IDS, np.zeros(0, np.float32))
         swap(words, words, words)
         ids(words, 0)
         self.bank.swap(0, NO_IDS, NO_IDS)
+        spec, biases = self.plan.spec, self.bank.slot_bias
+        kind = TORCH_DTYPES[spec.compute_dtype]
+        x = torch.zeros(self.plan.batch, spec.hidden, dtype=kind, device=self.device)
+        for layer, slots in enumerate(self.bank.slots):
+            if len(slots):  # torch sets a product up for each shape
+                self.kernel(slots, x, spec, None if biases is None else biases[layer], 0.0)
 
     def close(self) -> None:
         """End the threads."""

@@ -246,7 +246,7 @@ def _fit_sides(
 
     def residuals(logarithms: np.ndarray) -> np.ndarray:
         gpu_seconds, cpu_seconds = predict(Sides(*np.exp(logarithms)))
-        errors = np.concatenate([gpu_seconds / levels["gpu"] - 1, cpu_seconds / levels["cpu"] - 1])
+        errors = np.log(np.concatenate([gpu_seconds / levels["gpu"], cpu_seconds / levels["cpu"]]))
         return errors[np.isfinite(errors)]
 
     read = _read_bytes_per_second()
@@ -375,8 +375,10 @@ def _affine(step: str, rows: pd.DataFrame, units: list[str]) -> tuple[list[float
     design = np.column_stack([np.ones(len(levels)), levels[units].to_numpy(float)])
     scale = design.max(axis=0)
     target = levels["seconds"].to_numpy()
-    weight = 1 / target
-    solution = nnls(design / scale * weight[:, None], target * weight)[0] / scale
+    fitted = np.full(len(target), target.mean())
+    for _ in range(3):  # relative to what is fitted: relative to what is measured, noise would pull the fit down
+        solution = nnls(design / scale / fitted[:, None], target / fitted)[0] / scale
+        fitted = np.maximum(design @ solution, 0.1 * target)
     by_run = levels.assign(fit=design @ solution).groupby("run")[["seconds", "fit"]].mean()
     residual = float((by_run["fit"] / by_run["seconds"] - 1).abs().mean())
     fits = [Fit(step, solution[0] * 1e6, solution[1] * 1e9, units[0], residual, len(rows))]
