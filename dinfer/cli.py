@@ -441,7 +441,9 @@ def reproduce(
     from dinfer.report import print_tables, progress
 
     if calibrate:
-        print(tables.constants_toml(tables.calibrate(tokens=tokens)), end="")
+        from dinfer import reproduce_fit
+
+        print(reproduce_fit.constants_toml(reproduce_fit.calibrate(tokens=tokens)), end="")
         return
     with progress("reproducing", "tables") as at:
         made = tables.reproduce(tokens, tell=at)

@@ -41,6 +41,7 @@ class Device:
     ``neuron``: what it reads of the active ones besides. ``head``: final norm, output projection, sampling.
     ``prefill``: a layer over a chunk of the prompt, all of its bytes and flops; the executor's runs on the CPU.
     ``merge``: adding the other side's partial sum. ``predict``, ``schedule``: the scheduler's part of one layer.
+    ``hand``: what handing the CPU its part takes from the GPU's.
     ``wake``: from the end of the CPU's part until the decoding thread, if it waits for it, goes on. ``delay``: how much
     later the CPU's part begins while an emulated link copies, which takes its core; bytes of the copy.
     ``context_bytes`` is what the runtime takes of the memory before any weight.
@@ -59,6 +60,7 @@ class Device:
     merge: Cost = field(default_factory=Cost)
     predict: Cost = field(default_factory=Cost)
     schedule: Cost = field(default_factory=Cost)
+    hand: Cost = field(default_factory=Cost)
     wake: Cost = field(default_factory=Cost)
     delay: Cost = field(default_factory=Cost)
 
@@ -157,7 +159,7 @@ class Machine:
 
 
 STEP_COSTS = (
-    "attention", "kv", "gate", "neuron", "head", "prefill", "merge", "predict", "schedule", "wake", "delay",
+    "attention", "kv", "gate", "neuron", "head", "prefill", "merge", "predict", "schedule", "hand", "wake", "delay",
 )  # fmt: skip
 _LAUNCHES = {"attention": 12, "gate": 4, "head": 3, "merge": 1}
 """Kernel launches of a step on a GPU whose table gives only ``launch_seconds``: our count of our own executor."""
@@ -202,6 +204,7 @@ class LayerCosts(NamedTuple):
     ``attention_seconds`` grows by ``attention_token_seconds`` for each token of context. A side's FFN over
     ``examined`` neurons of which ``active`` are active takes ``fixed + examined * gate + active * neuron``.
     ``gpu_dram_bytes`` is what the GPU's part reads through the host's DRAM for each neuron: 0 but for an emulated GPU.
+    The GPU's takes ``hand_seconds`` more where the CPU has a part.
     ``wake_seconds`` pass after the CPU's part when the GPU waits for it; while ``n`` neurons are copied by an emulated
     link the CPU's part begins ``delay_fixed + n * delay_neuron`` later.
     A prefetch of ``n`` neurons takes ``fixed + ceil(n / group) * copy + n * neuron``: a copy moves ``group`` of them.
@@ -224,6 +227,7 @@ class LayerCosts(NamedTuple):
     merge_seconds: float
     predict_seconds: float
     schedule_seconds: float
+    hand_seconds: float
     wake_seconds: float
     delay_fixed_seconds: float
     delay_neuron_seconds: float
@@ -328,6 +332,7 @@ def layer_costs(
         merge_seconds=gpu.merge.seconds(state_bytes),
         predict_seconds=gpu.predict.seconds(predictor_bytes) if predictor_rank else 0.0,
         schedule_seconds=cpu.schedule.fixed_seconds,
+        hand_seconds=cpu.hand.fixed_seconds,
         wake_seconds=cpu.wake.fixed_seconds,
         delay_fixed_seconds=cpu.delay.fixed_seconds if machine.emulated else 0.0,
         delay_neuron_seconds=row_bytes / cpu.delay.bytes_per_second if machine.emulated else 0.0,

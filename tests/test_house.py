@@ -29,7 +29,7 @@ ROOMS = {  # room: the other rooms that it may import
 }
 ROOF = (
     "chat compare plot report cli cli_capacity cli_predict capacity demo doctor options systems sweep reproduce "
-    "lm_eval __init__"
+    "reproduce_fit lm_eval __init__"
 ).split()
 HEAVY = {"torch", "pulp", "matplotlib"}
 FORBIDDEN = dict.fromkeys(GROUND, HEAVY) | {"sim": {"torch"}}

@@ -156,6 +156,7 @@ def test_launches_set_the_fixed_part_of_the_steps_that_launch() -> None:
         "merge": 1,
         "predict": 7,
         "schedule": 0,
+        "hand": 0,
         "wake": 0,
         "delay": 0,
     }
@@ -220,7 +221,7 @@ def test_the_fingerprint_leaves_out_the_notes() -> None:
         (
             {"gpu": {"name": "g", "memory_bytes": 1, "speed": 1}},
             "machine gpu: speed is not one of attention, bytes_per_second, context_bytes, delay, "
-            "flops_per_second, gate, head, kv, launch_seconds, memory_bytes, merge, name, neuron, "
+            "flops_per_second, gate, hand, head, kv, launch_seconds, memory_bytes, merge, name, neuron, "
             "predict, prefill, schedule, threads, wake",
         ),
         ({"cpu": 16}, "machine cpu is 16; it must be a table, see docs/machine.md"),

@@ -122,6 +122,9 @@ TEXT = """\
    "schedule": {
     "fixed_seconds": 0.0
    },
+   "hand": {
+    "fixed_seconds": 0.0
+   },
    "wake": {
     "fixed_seconds": 0.0
    },
@@ -161,6 +164,9 @@ TEXT = """\
    "schedule": {
     "fixed_seconds": 0.0
    },
+   "hand": {
+    "fixed_seconds": 0.0
+   },
    "wake": {
     "fixed_seconds": 0.0
    },
@@ -181,7 +187,7 @@ TEXT = """\
   "dram_bytes_per_second": 2000000000.0,
   "notes": ""
  },
- "machine_fingerprint": "c0a706b46e4b13d8",
+ "machine_fingerprint": "c22f4e8ef1077e4c",
  "trace": "",
  "cache": {
   "name": "static"
@@ -211,12 +217,12 @@ TEXT = """\
   "name": "greedy",
   "objective": 2.0
  },
- "fingerprint": "cc70ac8367e50a9f"
+ "fingerprint": "203167bf34e2e6a5"
 }
 """
 
 ARRAYS = (
-    b'{"__metadata__":{"plan":"cc70ac8367e50a9f"},'
+    b'{"__metadata__":{"plan":"203167bf34e2e6a5"},'
     b'"resident":{"dtype":"U64","shape":[2,1],"data_offsets":[0,16]},'
     b'"frequency":{"dtype":"F32","shape":[2,4],"data_offsets":[16,48]}}'
 )

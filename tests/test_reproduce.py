@@ -16,10 +16,7 @@ from dinfer.machine import load_machine
 from dinfer.model import load_model
 from dinfer.reproduce import (
     CALIBRATED,
-    FITTED,
-    calibrate,
     constants_of,
-    constants_toml,
     filled_budget,
     neuron_machine,
     paper,
@@ -27,6 +24,7 @@ from dinfer.reproduce import (
     run_system,
     workload,
 )
+from dinfer.reproduce_fit import FITTED, _Form, calibrate, constants_toml
 from dinfer.systems import cpu_share_of_ffn
 
 TOKENS = 16
@@ -158,7 +156,7 @@ def test_the_calibrations_closed_form_is_the_replay():
     figures = small_paper()
     load = workload(figures, "relullama-7b", TOKENS)
     constants = constants_of(figures)["pc-low"]
-    form = module._Form.of("pc-low", "relullama-7b", load, figures, constants)
+    form = _Form.of("pc-low", "relullama-7b", load, figures, constants)
     parts = form.parts(constants)
     run = run_system(constants, "pc-low", load, figures["tokens"], "powerinfer")
     assert 1 / parts.seconds == pytest.approx(run.timeline.tokens_per_second, rel=2e-3)

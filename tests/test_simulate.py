@@ -337,6 +337,15 @@ def test_waking_up_counts_as_far_as_the_gpu_waits(gpu, total):
     assert simulate(plan([LOW], box, issue="gather"), trace([[LOW]])).timeline.seconds == 1 + max(gpu, 2)
 
 
+def test_handing_over_takes_from_the_gpus_part():
+    """Half a second in each layer that has a part for the CPU, none where all neurons are resident."""
+    box = machine(attention=1, gpu=2, cpu_gate=0.125)
+    slow = replace(box, cpu=replace(box.cpu, hand=Cost(0.5)))
+    run = simulate(plan([LOW, ALL], slow, issue="gather"), trace([[LOW, LOW]]))
+    assert run.timeline.seconds == 1 + 2.5 + 1 + 2
+    assert run.timeline.step_seconds()["ffn_gpu"] == 2.5 + 2
+
+
 @pytest.mark.parametrize(("emulated", "start"), [(False, 1), (True, 1 + 0.5 + 2 * 0.125)])
 def test_an_emulated_link_keeps_the_cpu_from_its_core(emulated, start):
     """While two neurons of the second layer are on their way the first layer's CPU part waits for a core."""

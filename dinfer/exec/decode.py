@@ -377,6 +377,7 @@ def planned(run: Running) -> Factors:
         attention += costs.attention_seconds + run.position * costs.attention_token_seconds
         if examined := len(share.gpu_ids):
             gpu += costs.gpu_seconds(examined, on_gpu if exact else examined)
+            gpu += costs.hand_seconds if len(share.cpu_ids) else 0.0
         if examined := len(share.cpu_ids) - run.unread[layer]:
             cpu += costs.cpu_seconds(examined, on_cpu if exact else examined)
     return Factors(attention, gpu, cpu)

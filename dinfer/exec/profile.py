@@ -44,7 +44,7 @@ EMULATED_LINK = Link("emulated PCIe", 10e-6, 4e9)
 SILENT = 3e38
 """A magnitude threshold that silences every neuron, so that only the cost of the gates is left."""
 
-WARM_TOKENS, TOKENS = 2, 16
+WARM_TOKENS, TOKENS = 2, 32
 SHORT_PROMPT, LONG_PROMPTS = 8, (128, 384)
 
 
@@ -180,6 +180,7 @@ def _fit(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine,
         *([] if blank.emulated else [
             Fit("ffn_gpu", 0.0, sides.gpu_active * 1e9, "active slot", residuals[0], residuals[2])
         ]),
+        Fit("hand", sides.hand * 1e6, 0.0, "", residuals[0], residuals[2]),
         Fit("ffn_cpu", sides.cpu_fixed * 1e6, sides.cpu_cold * 1e9, "cold neuron", residuals[1], residuals[2]),
         Fit("ffn_cpu", 0.0, sides.cpu_active * 1e9, "active neuron", residuals[1], residuals[2]),
     ]
@@ -203,6 +204,7 @@ def _fit(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine,
 class Sides(NamedTuple):
     """Both sides of an FFN alone: fixed seconds, seconds for each neuron, and the DRAM rate that they share.
 
+    ``hand`` is what handing its part to the CPU takes from the GPU's thread.
     An emulated GPU computes its slots densely: an active one costs it nothing more.
     """
 
@@ -212,6 +214,7 @@ class Sides(NamedTuple):
     cpu_cold: float
     cpu_active: float
     dram_bytes_per_second: float
+    hand: float
     gpu_active: float = 0.0
 
 
@@ -234,7 +237,11 @@ def _fit_sides(
 
     def predict(sides: Sides) -> tuple[np.ndarray, np.ndarray]:
         gpu_end, cpu_end = overlap(
-            (sides.gpu_fixed, slots * sides.gpu_slot + gpu_active * sides.gpu_active, gpu_bytes),
+            (
+                sides.gpu_fixed + sides.hand * (cold > 0),
+                slots * sides.gpu_slot + gpu_active * sides.gpu_active,
+                gpu_bytes,
+            ),
             (
                 handoff + sides.cpu_fixed,
                 cold * sides.cpu_cold + active * sides.cpu_active,
@@ -251,9 +258,9 @@ def _fit_sides(
 
     read = _read_bytes_per_second()
     # no side reads faster than all cores together read memory that nothing computes on
-    fastest = Sides(1e-7, spec.neuron_bytes / 1e13, 1e-7, gate_bytes / read, rest_bytes / read, read / 8)
-    start = Sides(3e-5, spec.neuron_bytes / 1e10, 1e-5, 3 * gate_bytes / read, 3 * rest_bytes / read, read)
-    slowest = Sides(1e-2, spec.neuron_bytes / 1e7, 1e-2, gate_bytes / 1e7, rest_bytes / 1e7, 2 * read)
+    fastest = Sides(1e-7, spec.neuron_bytes / 1e13, 1e-7, gate_bytes / read, rest_bytes / read, read / 8, 1e-7)
+    start = Sides(3e-5, spec.neuron_bytes / 1e10, 1e-5, 3 * gate_bytes / read, 3 * rest_bytes / read, read, 2e-5)
+    slowest = Sides(1e-2, spec.neuron_bytes / 1e7, 1e-2, gate_bytes / 1e7, rest_bytes / 1e7, 2 * read, 1e-3)
     if not blank.emulated:
         slot = {"gpu_slot": gate_bytes / 1e13, "gpu_active": rest_bytes / 1e13}
         fastest, slowest = fastest._replace(**slot), slowest._replace(gpu_active=rest_bytes / 1e7)
@@ -351,6 +358,7 @@ def _machine(spec: ModelSpec, blank: Machine, values: dict[str, list[float]], si
         gate=Cost(sides.cpu_fixed, gate_bytes / sides.cpu_cold),
         neuron=Cost(0.0, rest_bytes / sides.cpu_active),
         schedule=Cost(values["schedule"][0]),
+        hand=Cost(sides.hand),
         wake=Cost(values["wake"][0]),
         delay=Cost(delay_fixed, _rate(spec.neuron_bytes, delay_neuron)) if blank.emulated else Cost(),
     )

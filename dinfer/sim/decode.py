@@ -151,7 +151,7 @@ def ffn(ops, costs, rules, memory, layer, computed, added, dropped, unread, copi
     cold = rules.neurons - slots
     examined_gpu, examined_cpu = (slots, cold - unread) if rules.exact else (0, 0)
     if examined_cpu + on_cpu == 0:
-        return ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, after, memory.ready[layer]), on_gpu, on_cpu
+        return ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, 0.0, after, memory.ready[layer]), on_gpu, on_cpu
     handed = costs.state_down_seconds
     if copied > 0:
         handed += costs.delay_fixed_seconds + copied * costs.delay_neuron_seconds
@@ -160,17 +160,17 @@ def ffn(ops, costs, rules, memory, layer, computed, added, dropped, unread, copi
     touched = examined_cpu * costs.gate_bytes + on_cpu * (costs.neuron_bytes - costs.gate_bytes)
     cpu = issue_bytes(ops, CPU, FFN_CPU, layer, on_cpu, costs.cpu_fixed_seconds, touched, seconds, down, NONE)
     if examined_gpu + on_gpu > 0:
-        ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, after, memory.ready[layer])
+        ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, costs.hand_seconds, after, memory.ready[layer])
     return merge(ops, costs, rules, layer, cpu), on_gpu, on_cpu
 
 
 @inlined
-def ffn_gpu(ops, costs, layer, examined, active, first, second):
-    """The GPU's part; only an emulated GPU reads its neurons through the host's DRAM."""
-    seconds = gpu_seconds(costs, examined, active)
+def ffn_gpu(ops, costs, layer, examined, active, hand, first, second):
+    """The GPU's part, with handing the CPU its own; only an emulated GPU reads its neurons through the host's DRAM."""
+    seconds = hand + gpu_seconds(costs, examined, active)
     if costs.gpu_dram_bytes > 0.0:
         touched = max(examined, active) * costs.gpu_dram_bytes
-        fixed = costs.gpu_fixed_seconds
+        fixed = hand + costs.gpu_fixed_seconds
         return issue_bytes(ops, GPU, FFN_GPU, layer, active, fixed, touched, seconds - fixed, first, second)
     op = issue(ops, GPU, FFN_GPU, layer, seconds, first, second)
     ops.neurons[op] = active
