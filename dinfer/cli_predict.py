@@ -30,6 +30,7 @@ def train_predictor(
     ] = "",
     epochs: Annotated[int, typer.Option(help="at most so many passes; a layer that gets no better stops")] = 4,
     seed: Annotated[int, typer.Option(help="of the order of the tokens")] = 0,
+    bits: Annotated[int, typer.Option(help="of a stored weight, 8 or 16; 8 give twice the rank")] = 8,
     force: Force = False,
 ) -> None:
     """Train a low-rank predictor for each layer on a trace with residuals (record --hidden)."""
@@ -37,7 +38,7 @@ def train_predictor(
     from dinfer.report import predictor_lines, progress
     from dinfer.trace import Trace
 
-    settings = Settings(lookahead, share, bound, names(hold_out), epochs, seed=seed)
+    settings = Settings(lookahead, share, bound, names(hold_out), epochs, seed=seed, bits=bits)
     read = Trace.load(trace)
     if force:
         _remove(out)

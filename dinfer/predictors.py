@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -21,8 +21,12 @@ from dinfer.model import ModelSpec
 from dinfer.trace import Trace
 
 FORMAT = "dinfer-predictor"
-VERSION = 1
+VERSION = 2
+"""Of the 8-bit format; 16-bit predictors are written as version 1, which lacks nothing but the scales."""
 PARTS = ("first", "second", "bias")
+BITS = 8, 16
+LEVELS = 127
+"""Steps of an 8-bit weight on either side of 0."""
 CHUNK = 512
 """Tokens whose scores are held at once."""
 
@@ -31,8 +35,9 @@ CHUNK = 512
 class Predictors:
     """One low-rank predictor a layer, of one model at one lookahead.
 
-    ``first`` float16 [hidden, rank] and ``second`` float16 [rank, neurons] of each layer (ranks differ), ``bias``
-    float16 [neurons]; the logit of activity is ``(h / rms(h)) @ first @ second + bias``, with h the un-normalised
+    ``first`` [hidden, rank] and ``second`` [rank, neurons] of each layer (ranks differ) are float16, or int8 with
+    ``scales`` float16 [rank + neurons], which multiply the columns of the one and of the other; ``bias`` is float16
+    [neurons]. The logit of activity is ``(h / rms(h)) @ first @ second + bias``, with h the un-normalised
     residual after attention of layer ``source(layer)``. ``thresholds`` float32 [layer] is the operating point: a
     neuron is predicted where its probability is at least that (0: always). ``activity`` [layer] are the activity
     thresholds of the trace that it learnt. ``weights`` and ``trace`` are the fingerprints of what it was trained on,
@@ -50,12 +55,13 @@ class Predictors:
     trace: str = ""
     quality: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
+    scales: Sequence[np.ndarray] = ()
 
     def __post_init__(self) -> None:
         spec = self.spec
         if not 0 <= self.lookahead < spec.layers:
             raise InputError(f"predictor's lookahead is {self.lookahead}; it must be 0 to {spec.layers - 1} layers")
-        for name in (*PARTS, "thresholds"):
+        for name in (*PARTS, "thresholds", *(["scales"] if self.bits == 8 else [])):
             if len(getattr(self, name)) != spec.layers:
                 raise InputError(
                     f"predictor's {name} has {len(getattr(self, name))} layers; it must have {spec.layers}"
@@ -67,6 +73,11 @@ class Predictors:
                     f"predictor of layer {layer} has shapes {first.shape}, {second.shape} and {bias.shape}; they must "
                     f"be ({spec.hidden}, rank), (rank, {spec.neurons}) and ({spec.neurons},)"
                 )
+        for layer, (scale, rank) in enumerate(zip(self.scales, self.ranks, strict=True) if self.scales else ()):
+            if scale.shape != (rank + spec.neurons,):
+                raise InputError(
+                    f"predictor's scales of layer {layer} have shape {scale.shape}; it must be ({rank + spec.neurons},)"
+                )
         if not ((self.thresholds >= 0) & (self.thresholds <= 1)).all():
             raise InputError("predictor's thresholds must be probabilities, 0 to 1")
 
@@ -76,14 +87,19 @@ class Predictors:
         return tuple(first.shape[1] for first in self.first)
 
     @property
+    def bits(self) -> int:
+        """Bits of a weight, 8 or 16."""
+        return 8 * self.first[0].dtype.itemsize if len(self.first) else 16
+
+    @property
     def rank(self) -> int:
         """The mean rank, rounded: at it every layer's step is counted to cost the same."""
         return round(sum(self.ranks) / self.spec.layers)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all layers' predictors, 16-bit."""
-        return sum(predictor_bytes(self.spec, rank) for rank in self.ranks)
+        """Bytes of all layers' predictors as they are stored."""
+        return sum(predictor_bytes(self.spec, rank, self.bits) for rank in self.ranks)
 
     def tag(self) -> dict[str, Any]:
         """What a plan says of its predictor: ``fingerprint``, ``lookahead``, mean ``rank`` and ``bytes``."""
@@ -91,8 +107,11 @@ class Predictors:
 
     @cached_property
     def _wide(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
-        layers = zip(self.first, self.second, self.bias, strict=True)
-        return tuple((a.astype(np.float32), b.astype(np.float32), c.astype(np.float32)) for a, b, c in layers)
+        layers = [[a.astype(np.float32) for a in each] for each in zip(self.first, self.second, self.bias, strict=True)]
+        for (first, second, _), scale in zip(layers, self.scales, strict=bool(self.scales)):
+            first *= scale[: first.shape[1]]
+            second *= scale[first.shape[1] :]
+        return tuple((first, second, bias) for first, second, bias in layers)
 
     def wide(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """``first``, ``second`` and ``bias`` of ``layer`` in float32, in which they are multiplied."""
@@ -104,6 +123,16 @@ class Predictors:
         chance = self.thresholds.astype(np.float64)
         with np.errstate(divide="ignore"):
             return (np.log(chance) - np.log1p(-chance)).astype(np.float32)
+
+    def rounded(self) -> Self:
+        """The same in 8 bits: each column in steps of 1/127 of its largest magnitude."""
+        first, second, scales = [], [], []
+        for layer in range(self.spec.layers):
+            pair = [_rounded(part) for part in self.wide(layer)[:2]]
+            first.append(pair[0][0])
+            second.append(pair[1][0])
+            scales.append(np.concatenate([scale for _, scale in pair]))
+        return replace(self, first=first, second=second, scales=scales)
 
     def source(self, layer: int) -> int:
         """The layer whose residual predicts ``layer``: ``lookahead`` before it, or the first."""
@@ -163,7 +192,7 @@ class Predictors:
     def _document(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.bits == 8 else 1,
             "model": self.spec.to_dict(),
             "model_fingerprint": self.spec.fingerprint(),
             "weights": self.weights,
@@ -179,7 +208,9 @@ class Predictors:
         arrays = {"thresholds": np.ascontiguousarray(self.thresholds, "<f4")}
         for name in PARTS:
             for layer, array in enumerate(getattr(self, name)):
-                arrays[f"{name}.{layer}"] = np.ascontiguousarray(array, "<f2")
+                arrays[f"{name}.{layer}"] = np.ascontiguousarray(array, "i1" if array.dtype == np.int8 else "<f2")
+        for layer, scale in enumerate(self.scales):
+            arrays[f"scale.{layer}"] = np.ascontiguousarray(scale, "<f2")
         return dict(sorted(arrays.items()))
 
     def save(self, path: str | Path) -> None:
@@ -210,6 +241,7 @@ class Predictors:
             parts: Any = {name: [arrays[f"{name}.{i}"] for i in range(spec.layers)] for name in PARTS}
             read = cls(
                 spec=spec,
+                scales=[arrays[f"scale.{i}"] for i in range(spec.layers)] if document["version"] > 1 else (),
                 thresholds=arrays["thresholds"],
                 activity=tuple(document["activity"]),
                 **parts,
@@ -234,19 +266,29 @@ def normalised(hidden: np.ndarray) -> np.ndarray:
     return rows / np.sqrt(np.mean(rows * rows, axis=-1, keepdims=True) + np.float32(1e-6))
 
 
-def predictor_bytes(spec: ModelSpec, rank: int) -> int:
-    """Bytes of one layer's predictor of ``rank``: two 16-bit matrices and a bias."""
-    return 2 * (rank * (spec.hidden + spec.neurons) + spec.neurons)
+def _rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix as int8 and the float16 scale of each column; the steps fit the scale as it is stored."""
+    largest = np.abs(matrix).max(axis=0, initial=0.0)
+    scale = np.maximum(largest / LEVELS, np.finfo(np.float16).tiny).astype(np.float16)
+    steps = np.rint(matrix / scale.astype(np.float32))
+    return np.clip(steps, -LEVELS, LEVELS).astype(np.int8), scale
 
 
-def rank_for_share(spec: ModelSpec, share: float) -> int:
+def predictor_bytes(spec: ModelSpec, rank: int, bits: int = 16) -> int:
+    """Bytes of one layer's predictor of ``rank``: two matrices, a 16-bit bias, and 16-bit scales if it has 8 bits."""
+    scales = 2 * (rank + spec.neurons) if bits == 8 else 0
+    return bits // 8 * rank * (spec.hidden + spec.neurons) + 2 * spec.neurons + scales
+
+
+def rank_for_share(spec: ModelSpec, share: float, bits: int = 16) -> int:
     """The largest rank at which all layers' predictors take at most ``share`` of the bytes of the FFNs.
 
-    Raises InputError when that is below 1. The FFNs count in 16 bits, as the predictor does, or in fewer if stored so.
+    Raises InputError when that is below 1. The FFNs count in 16 bits, or in fewer if they are stored so.
     """
-    neuron_bytes = min(spec.neuron_bytes, 2 * spec.matrices * spec.hidden)
-    rank = int((share * spec.neurons * neuron_bytes - 2 * spec.neurons) // (2 * (spec.hidden + spec.neurons)))
+    whole = spec.neurons * min(spec.neuron_bytes, 2 * spec.matrices * spec.hidden)
+    fixed = predictor_bytes(spec, 0, bits)
+    rank = int((share * whole - fixed) // (predictor_bytes(spec, 1, bits) - fixed))
     if rank < 1:
-        least = (predictor_bytes(spec, 1)) / (spec.neurons * neuron_bytes)
+        least = predictor_bytes(spec, 1, bits) / whole
         raise InputError(f"share is {share:g} of the FFN's bytes; a predictor of rank 1 takes {least:.4f}, give more")
     return rank

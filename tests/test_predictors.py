@@ -115,12 +115,62 @@ def test_the_format_is_pinned(tmp_path):
     assert document["fingerprint"] == predictors.fingerprint() == "af84ac9cb982ad65"
 
 
+def test_eight_bits_are_read_back_and_near_the_sixteen(tmp_path):
+    """Each weight is off by at most half a step of its column, 1/254 of the column's largest."""
+    wide = some()
+    rounded = wide.rounded()
+    assert (wide.bits, rounded.bits) == (16, 8)
+    for layer in range(SPEC.layers):
+        for before, after in zip(wide.wide(layer)[:2], rounded.wide(layer)[:2], strict=True):
+            assert (np.abs(before - after) <= np.abs(before).max(axis=0) / 254 * 1.05 + 1e-7).all()
+        assert np.array_equal(rounded.wide(layer)[2], wide.wide(layer)[2])
+    assert rounded.bytes == sum(r * (4 + 70) + 2 * 70 + 2 * (r + 70) for r in (1, 2, 3))
+    rounded.save(tmp_path / "p")
+    read, trace = Predictors.load(tmp_path / "p"), trace_of(SPEC, 20)
+    assert json.loads((tmp_path / "p" / "predictor.json").read_text())["version"] == 2
+    assert (read.fingerprint(), read.bits, read.bytes) == (rounded.fingerprint(), 8, rounded.bytes)
+    assert read.fingerprint() != wide.fingerprint()
+    assert np.array_equal(read.predict(trace), rounded.predict(trace))
+    assert np.array_equal(rounded.rounded().predict(trace), rounded.predict(trace))
+    with refuses("predictor's scales has 1 layers; it must have 3"):
+        replace(rounded, scales=rounded.scales[:1])
+    with refuses("predictor's scales of layer 0 have shape (70,); it must be (71,)"):
+        replace(rounded, scales=[scale[1:] for scale in rounded.scales])
+
+
+def test_the_format_of_eight_bits_is_pinned(tmp_path):
+    """127 steps to a column's largest: 2 / 127 in 16 bits is 0x2408, and 1 is 63.5 of them, just above."""
+    tiny = replace(SPEC, layers=1, hidden=2, neurons=3)
+    Predictors(
+        tiny, 0, [np.array([[-1], [2]], np.float16)], [np.array([[1, 2, 0]], np.float16)],
+        [np.array([0, 0.5, 1], np.float16)], np.array([0.5], np.float32),
+    ).rounded().save(tmp_path)  # fmt: skip
+    raw = (tmp_path / "predictor.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    header.pop("__metadata__")
+    assert {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()} == {
+        "first.0": ("I8", [2, 1]), "second.0": ("I8", [1, 3]), "scale.0": ("F16", [4]), "bias.0": ("F16", [3]),
+        "thresholds": ("F32", [1]),
+    }  # fmt: skip
+
+    def content(name: str) -> str:
+        begin, end = header[name]["data_offsets"]
+        return raw[8 + length + begin : 8 + length + end].hex()
+
+    assert content("first.0") == "c07f"
+    assert content("second.0") == "7f7f00"
+    assert content("scale.0") == "0824082008240004"
+
+
 def test_bytes_and_the_rank_of_a_share():
-    """SmolLM2: 8% of 3 x 576 x 1536 16-bit weights is a rank of 99 with its bias."""
+    """SmolLM2: 8% of 3 x 576 x 1536 16-bit weights is a rank of 99 with its bias, and of 197 in 8 bits."""
     spec = replace(SPEC, hidden=576, neurons=1536, layers=30)
     assert rank_for_share(spec, 0.08) == 99
     whole = 3 * 576 * 1536 * 2
     assert predictor_bytes(spec, 99) <= 0.08 * whole < predictor_bytes(spec, 100)
+    assert rank_for_share(spec, 0.08, 8) == 197
+    assert predictor_bytes(spec, 197, 8) <= 0.08 * whole < predictor_bytes(spec, 198, 8)
     with refuses("share is 0.0005 of the FFN's bytes; a predictor of rank 1 takes 0.0014, give more"):
         rank_for_share(spec, 0.0005)
 
@@ -152,7 +202,8 @@ def test_damaged_files_are_refused(tmp_path):
     text, file = (tmp_path / "predictor.json").read_text(), tmp_path / "predictor.json"
     for change, message in [
         (("dinfer-predictor", "dinfer-plan"), f"{file} does not say format 'dinfer-predictor'"),
-        (('"version": 1', '"version": 2'), f"predictor {file} has version 2, this dinfer reads up to 1; upgrade"),
+        (('"version": 1', '"version": 3'), f"predictor {file} has version 3, this dinfer reads up to 2; upgrade"),
+        (('"version": 1', '"version": 2'), f"predictor {tmp_path} lacks 'scale.0'; train it again"),
         (('"lookahead": 1', '"lookahead": 2'), f"predictor {tmp_path} and its arrays do not belong together"),
         (('"lookahead"', '"ahead"'), f"predictor {tmp_path} lacks 'lookahead'; train it again"),
         (("{", ""), f"predictor {file} is not JSON ("),

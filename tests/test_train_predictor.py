@@ -20,7 +20,8 @@ from dinfer.cli import app
 from dinfer.errors import InputError
 from dinfer.exec import execute
 from dinfer.exec.execute import Session
-from dinfer.exec.predictor import measure_predict
+from dinfer.exec.predictor import LivePredictor, measure_predict
+from dinfer.families import ffn_sites
 from dinfer.machine import Cost, Device, Link, Machine
 from dinfer.model import ModelSpec
 from dinfer.plan import Plan
@@ -29,7 +30,7 @@ from dinfer.record import judge, predictor
 from dinfer.record.generate import load
 from dinfer.record.predictor import Settings, gradients, spend, train
 from dinfer.record.recorder import record
-from dinfer.record.restricted import perplexities, restricted
+from dinfer.record.restricted import exact_perplexity, perplexities, restricted
 from dinfer.sim import simulate
 from dinfer.sim.predictor import Predictor
 from dinfer.solve import budget_for_share, make_plan
@@ -261,6 +262,7 @@ def test_what_training_refuses(tmp_path):
     for settings_, message in [
         (Settings(epochs=0), "epochs is 0; it must be at least 1"),
         (Settings(bound=2), "bound is 2; it must lie between 0 and 1"),
+        (Settings(bits=4), "bits is 4; it must be 8 or 16"),
         (Settings(rate=0), "rate is 0; it must be above 0"),
         (Settings(lookahead=3), "lookahead is 3; it must be 0 to 2 layers"),
         (Settings(share=0.001), "share is 0.001 of the FFN's bytes"),
@@ -268,6 +270,25 @@ def test_what_training_refuses(tmp_path):
         with refuses(message):
             train(trace, tmp_path / "p", settings_)
     assert not (tmp_path / "p").exists()
+
+
+def test_eight_bits_lose_little_of_sixteen(trained, tmp_path):
+    """Of the same rank they predict nearly the same sets, and held in 8 bits the executor's are those held in 32."""
+    trace, eight = trained
+    assert eight.bits == 8
+    sixteen = train(trace, tmp_path / "p", replace(FEW, bits=16, share=FEW.share * 2))
+    assert sixteen.bits == 16
+    rounded = sixteen.rounded()
+    rows = trace.rows(np.arange(len(trace)) < 300)
+    for layer in range(SPEC.layers):
+        hidden = rows.hidden[:, sixteen.source(layer)]
+        wide, narrow = sixteen.logits(layer, hidden), rounded.logits(layer, hidden)
+        assert np.abs(wide - narrow).max() < 0.1 * wide.std()
+        lives = [LivePredictor(eight, torch.device("cpu"), stored) for stored in (False, True)]
+        held = [live.layers[layer][0].dtype for live in lives]
+        assert held == [torch.float32, torch.int8]
+        sets = [[live.predicted(layer, torch.from_numpy(row[None])) for row in hidden] for live in lives]
+        assert np.array_equal(*sets)
 
 
 def test_the_advice_follows_the_bytes(trained):
@@ -395,6 +416,29 @@ def test_perplexity_of_a_predictor_that_predicts_all_is_the_exact_one(run_of_tin
     nothing = replace(predictors, thresholds=np.ones(4, np.float32))
     error = perplexities(loaded, nothing, texts).iloc[0]["output_error"]
     assert error == pytest.approx((11 / 13) ** 0.5, abs=1e-3)  # the shared first token of each text runs dense
+
+
+def test_the_oracle_keeps_the_largest_contributions(run_of_tiny, tiny_models):
+    """Layer 0's output is brute force's: the largest |value| x norm of the down column. All are the exact model."""
+    predictors = Predictors.load(run_of_tiny["llama-silu"][1])
+    loaded = load(tiny_models["llama-silu"])
+    texts = [[1, 5, 9, 40, 3, 8], [1, 77, 12, 6, 30, 2, 5]]
+    exact = exact_perplexity(loaded, predictors, texts)
+    whole = perplexities(loaded, predictors, texts, exact, np.ones(4)).iloc[0]
+    assert whole["exact_perplexity"] == exact
+    assert whole["ratio"] == pytest.approx(1, abs=1e-6)
+    seen = []
+    down = next(ffn_sites(loaded.model, loaded.spec)).down
+    down.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    down.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    with torch.inference_mode(), restricted(loaded, predictors, oracle=np.full(4, 0.2)):
+        loaded.model(torch.tensor(texts[:1]))
+    value, output = seen[0][0].numpy(), seen[1][0].numpy()
+    value = value * (abs(value) > predictors.activity[0])
+    weight = down.weight.detach().numpy()
+    order = np.argsort(-abs(value) * np.linalg.norm(weight, axis=0), axis=1)
+    for row, said, places in zip(value, output, order[:, : round(0.2 * loaded.spec.neurons)], strict=True):
+        assert np.allclose(weight[:, places] @ row[places], said, atol=1e-6)
 
 
 def dinfer(*arguments, code=0):

@@ -15,19 +15,30 @@ RANKS = 8, 128
 
 
 class LivePredictor:
-    """``predictors`` as tensors on ``device``: 16-bit on a GPU, float32 on a CPU, which multiplies 16-bit slowly."""
+    """``predictors`` as tensors on ``device``, multiplied in 16 bits on a GPU and in 32 on a CPU, slow at 16.
 
-    def __init__(self, predictors: Predictors, device: torch.device) -> None:
-        self.dtype = torch.float16 if device.type == "cuda" else torch.float32
-        self.layers = [
-            tuple(torch.from_numpy(np.asarray(part)).to(device, self.dtype) for part in parts)
-            for parts in zip(predictors.first, predictors.second, predictors.bias, strict=True)
-        ]
+    They are held as they are multiplied, or 8-bit ones as ``stored`` (default: on a GPU), to be widened layer by layer.
+    """
+
+    def __init__(self, predictors: Predictors, device: torch.device, stored: bool | None = None) -> None:
+        gpu = device.type == "cuda"
+        self.dtype = torch.float16 if gpu else torch.float32
+        self.stored = predictors.bits == 8 and (gpu if stored is None else stored)
+        self.layers, self.scales = [], []
+        for layer, parts in enumerate(zip(predictors.first, predictors.second, predictors.bias, strict=True)):
+            held = parts if self.stored else predictors.wide(layer)
+            tensors = [torch.from_numpy(np.asarray(part)).to(device) for part in held]
+            self.layers.append([t if t.dtype == torch.int8 else t.to(self.dtype) for t in tensors])
+            if self.stored:
+                scale = torch.from_numpy(predictors.scales[layer]).to(device, self.dtype)
+                self.scales.append(scale.split([tensors[0].shape[1], predictors.spec.neurons]))
         self.cuts = predictors.cuts.tolist()
 
     def predicted(self, layer: int, hidden: torch.Tensor) -> np.ndarray:
         """Words uint64 of the set predicted for ``layer`` from ``hidden`` [sequence, hidden]; of a batch the union."""
         first, second, bias = self.layers[layer]
+        if self.stored:
+            first, second = first * self.scales[layer][0], second * self.scales[layer][1]
         rows = hidden.float()
         rows = (rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + 1e-6)).to(self.dtype)
         chosen = torch.addmm(bias, rows @ first, second) >= self.cuts[layer]
@@ -35,7 +46,7 @@ class LivePredictor:
 
 
 def measure_predict(spec: ModelSpec, device: torch.device, repeats: int = 40) -> tuple[float, float]:
-    """Seconds of one layer's prediction: a fixed part, and more for each rank; medians over random predictors."""
+    """Seconds of one layer's prediction: a fixed part, and more for each rank; medians over random ones of 8 bits."""
     few = replace(spec, layers=min(spec.layers, 8), windows=())
     seconds = []
     for rank in RANKS:
@@ -61,4 +72,4 @@ def _random(spec: ModelSpec, rank: int) -> Predictors:
         second=[draw((rank, spec.neurons)).astype(np.float16) for _ in layers],
         bias=[draw(spec.neurons).astype(np.float16) for _ in layers],
         thresholds=np.full(spec.layers, 0.5, np.float32),
-    )
+    ).rounded()

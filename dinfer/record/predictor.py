@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dinfer import bits
 from dinfer.errors import InputError
-from dinfer.predictors import Predictors, normalised, predictor_bytes, rank_for_share
+from dinfer.predictors import BITS, Predictors, normalised, rank_for_share
 from dinfer.record.judge import LOGITS, Curves, Split, check_judged, predictor_score, split
 from dinfer.trace import Trace, decode_levels
 
@@ -44,7 +44,7 @@ class Settings:
     ``lookahead`` in layers; ``share`` of the FFN's bytes that they may take; ``bound``: largest missed contribution of
     a layer at its operating threshold, on validation prompts; ``hold_out``: domains kept for the test. ``batch`` in
     tokens; a layer stops after ``patience`` epochs without a better validation loss. ``contribution`` (0 to 1) is how
-    far an active neuron's weight in the loss follows its contribution.
+    far an active neuron's weight in the loss follows its contribution; ``bits`` of a stored weight, 8 or 16.
     """
 
     lookahead: int = 1
@@ -57,6 +57,7 @@ class Settings:
     patience: int = 2
     contribution: float = 1.0
     seed: int = 0
+    bits: int = 8
 
     def check(self) -> None:
         """Raise InputError for a value that breaks a rule."""
@@ -66,6 +67,8 @@ class Settings:
         for name in ("bound", "contribution"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} is {getattr(self, name):g}; it must lie between 0 and 1")
+        if self.bits not in BITS:
+            raise InputError(f"bits is {self.bits}; it must be {BITS[0]} or {BITS[1]}")
         if not self.rate > 0:
             raise InputError(f"rate is {self.rate:g}; it must be above 0")
 
@@ -86,7 +89,7 @@ def train(
     check_judged(trace)
     if not 0 <= settings.lookahead < trace.spec.layers:
         raise InputError(f"lookahead is {settings.lookahead}; it must be 0 to {trace.spec.layers - 1} layers")
-    rank = rank_for_share(trace.spec, settings.share)
+    rank = rank_for_share(trace.spec, settings.share, settings.bits)
     parts = split(trace, settings.hold_out)
     store = _Store(Path(out), trace, settings)
     data = _Data(trace, parts, settings)
@@ -467,19 +470,14 @@ def platt(curves: Curves) -> list[tuple[float, float]]:
 def _exported(
     state: _State, data: _Data, settings: Settings, limits: np.ndarray, curves: Curves | None = None
 ) -> Predictors:
-    first, second, bias = [], [], []
-    for best, mean, scale in zip(state.best, state.mean, state.scale, strict=True):
-        plain = best["first"] / scale[:, None]
-        first.append(plain.half().numpy())
-        second.append(best["second"].half().numpy())
-        bias.append((best["bias"] - mean @ plain @ best["second"]).half().numpy())
     trace = data.trace
+    layers = list(zip(state.best, state.scale, strict=True))
     trained = Predictors(
         spec=trace.spec,
         lookahead=settings.lookahead,
-        first=first,
-        second=second,
-        bias=bias,
+        first=[(best["first"] / scale[:, None]).half().numpy() for best, scale in layers],
+        second=[best["second"].half().numpy() for best, _ in layers],
+        bias=[best["bias"].half().numpy() for best, _ in layers],
         thresholds=limits,
         activity=tuple(trace.meta.get("thresholds", ())) if trace.spec.sparsity_kind == "magnitude" else (),
         weights=trace.meta.get("weights", ""),
@@ -492,10 +490,15 @@ def _exported(
             "validation_tokens": len(data.validation),
             "epochs_done": state.epoch,
             "losses": [round(loss, 6) for loss, _ in state.losses.tolist()],
-            "bytes": sum(predictor_bytes(trace.spec, f.shape[1]) for f in first),
         },
     )
-    return trained
+    if settings.bits == 8:
+        trained = trained.rounded()
+    bias = []
+    for layer, best in enumerate(state.best):  # of plain inputs, whose mean the rounded matrices map
+        first, second, _ = map(torch.from_numpy, trained.wide(layer))
+        bias.append((best["bias"] - state.mean[layer] @ first @ second).half().numpy())
+    return replace(trained, bias=bias)
 
 
 def _quality(curves: Curves, limits: np.ndarray, data: _Data) -> dict[str, Any]:

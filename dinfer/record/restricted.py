@@ -18,13 +18,18 @@ from dinfer.trace import Trace
 
 @contextmanager
 def restricted(
-    loaded: Loaded, predictors: Predictors, errors: np.ndarray | None = None, dense: int = 0
+    loaded: Loaded,
+    predictors: Predictors,
+    errors: np.ndarray | None = None,
+    dense: int = 0,
+    oracle: np.ndarray | None = None,
 ) -> Iterator[None]:
     """Run the model with every value at down's input set to 0 that the predictors did not predict.
 
     Values below the activity threshold of magnitude kinds are 0 too. ``errors`` float64 [layer, 2], if given, adds
     up per layer the relative error of the FFN's output against its own values, and the tokens. The first
-    ``dense`` rows of a pass keep all of their values.
+    ``dense`` rows of a pass keep all of their values. With ``oracle`` [layer] each token keeps that share of a layer's
+    neurons instead, those of the largest contributions, which only a computed layer knows.
     """
     spec, handles = loaded.spec, []
     residual: list[torch.Tensor] = [torch.empty(0)] * spec.layers
@@ -34,20 +39,24 @@ def restricted(
 
     def attach(layer: int, site: Any) -> None:
         first, second, bias = layers[layer]
+        weight = site.down.weight if site.down.weight.shape[1] == spec.neurons else site.down.weight.T
+        norms = weight.detach().float().norm(dim=0)
 
         def before_norm(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             residual[layer] = inputs[0].detach()
 
         def before_down(module: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
-            rows = residual[predictors.source(layer)].float()
-            rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + 1e-6)
-            chosen = rows @ first @ second + bias >= float(predictors.cuts[layer])
             value = inputs[0] * (inputs[0].abs() > float(limits[layer]))
+            if oracle is None:
+                rows = residual[predictors.source(layer)].float()
+                rows = rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + 1e-6)
+                chosen = rows @ first @ second + bias >= float(predictors.cuts[layer])
+            else:
+                chosen = _largest(value.abs() * norms, round(float(oracle[layer]) * spec.neurons))
             chosen = chosen.reshape(-1, spec.neurons)
             chosen[:dense] = True
             kept = value * chosen.reshape(value.shape)
             if errors is not None:
-                weight = site.down.weight if site.down.weight.shape[1] == spec.neurons else site.down.weight.T
                 whole = torch.nn.functional.linear(value, weight).norm(dim=-1)
                 lost = torch.nn.functional.linear(value - kept, weight).norm(dim=-1)
                 errors[layer] += float(((lost / whole.clamp(min=1e-30)) ** 2).sum()), whole.numel()
@@ -65,6 +74,12 @@ def restricted(
             handle.remove()
 
 
+def _largest(contributions: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the ``count`` largest of each row are: bool, same shape."""
+    found = torch.zeros_like(contributions, dtype=torch.bool)
+    return found.scatter_(-1, contributions.topk(count, dim=-1).indices, True)
+
+
 def texts_of(trace: Trace, rows: np.ndarray, most: int) -> list[list[int]]:
     """Token ids of at most ``most`` sequences that hold ``rows``, prompts included, evenly spread."""
     sequence = trace.tokens["sequence"].to_numpy()
@@ -74,22 +89,33 @@ def texts_of(trace: Trace, rows: np.ndarray, most: int) -> list[list[int]]:
     return [ids[sequence == number].tolist() for number in chosen]
 
 
-def perplexities(loaded: Loaded, predictors: Predictors, texts: list[list[int]]) -> pd.DataFrame:
+def exact_perplexity(loaded: Loaded, predictors: Predictors, texts: list[list[int]]) -> float:
+    """Perplexity of ``texts`` with all active neurons: of magnitude kinds that of the thresholded model."""
+    if loaded.spec.sparsity_kind != "magnitude":
+        return perplexity(loaded, texts)
+    with thresholded(loaded, predictors.activity):
+        return perplexity(loaded, texts)
+
+
+def perplexities(
+    loaded: Loaded,
+    predictors: Predictors,
+    texts: list[list[int]],
+    exact: float | None = None,
+    oracle: np.ndarray | None = None,
+) -> pd.DataFrame:
     """One row: perplexity of ``texts`` exact and predicted, their ratio, and the relative error of the FFN's output.
 
-    Exact is the same model with all its active neurons: of magnitude kinds the thresholded one. The error is the root
-    mean square over tokens and layers, measured, where ``Curves.missed`` assumes down columns at right angles.
+    ``exact`` spares measuring ``exact_perplexity`` again; with ``oracle`` it is the oracle's choice of ``restricted``
+    that is judged. The error is the root mean square over tokens and layers, measured, where ``Curves.missed`` assumes
+    down columns at right angles.
     """
-    spec = loaded.spec
-    errors = np.zeros((spec.layers, 2))
-    if spec.sparsity_kind == "magnitude":
-        with thresholded(loaded, predictors.activity):
-            exact = perplexity(loaded, texts)
-    else:
-        exact = perplexity(loaded, texts)
+    errors = np.zeros((loaded.spec.layers, 2))
+    if exact is None:
+        exact = exact_perplexity(loaded, predictors, texts)
     # a prompt runs dense: the first token's residual, hundreds of times the others', is none that was learnt
     dense = len(os.path.commonprefix(texts)) if len(texts) > 1 else 1
-    with restricted(loaded, predictors, errors, dense):
+    with restricted(loaded, predictors, errors, dense, oracle):
         predicted = perplexity(loaded, texts)
     error = float(np.sqrt(errors[:, 0].sum() / errors[:, 1].sum()))
     columns = {"texts": len(texts), "exact_perplexity": exact, "predicted_perplexity": predicted}
