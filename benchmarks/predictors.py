@@ -1,8 +1,9 @@
 """Predictors side by side with a static hot set, the previous token's set and the magnitude oracle, on real recordings.
 
 Given a model it records what the model itself writes on the repository's prompts (several processes, one trace),
-trains predictors, judges them on domains that they were not trained on, and measures perplexity, exact and predicted.
-Each step that is done already is taken from the working directory, so a stopped benchmark goes on.
+trains predictors, judges them on domains that they were not trained on, and measures perplexity: exact, predicted, and
+of the oracle's sets that miss as much. What is chosen is chosen on validation prompts, what is reported is of the
+test's domains. Each step that is done already is taken from the working directory, so a stopped benchmark goes on.
 """
 
 import json
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
@@ -23,10 +24,11 @@ from rows import machine_line
 from dinfer import bits
 from dinfer.predictors import Predictors
 from dinfer.record import judge
+from dinfer.record.calibrate import perplexity
 from dinfer.record.fetch import resolve_model
-from dinfer.record.generate import load
+from dinfer.record.generate import Loaded, load
 from dinfer.record.predictor import Settings, thresholds, train
-from dinfer.record.restricted import perplexities, texts_of
+from dinfer.record.restricted import exact_perplexity, perplexities, texts_of
 from dinfer.report import progress
 from dinfer.trace import Trace, join
 
@@ -34,6 +36,8 @@ PROMPTS = Path(__file__).parents[1] / "traces" / "prompts" / "prompts.jsonl"
 HOLD_OUT = ("coding", "travel", "health")
 BOUNDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 SPARSITIES = (0.5, 0.6, 0.7)
+TOLERATED = 1.05
+"""The bound that is run is the largest whose perplexity on validation texts is at most so many times the exact one."""
 TOKENS_A_SEQUENCE = 100
 """About so many tokens a prompt is continued by, to share sequences out among processes."""
 
@@ -106,31 +110,72 @@ def spread(rows: np.ndarray, most: int) -> np.ndarray:
     return rows[np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int)]
 
 
+class Texts(NamedTuple):
+    """What perplexities are measured on: texts to choose by, texts to report, and the exact model's figure of each."""
+
+    model: Loaded
+    validation: list[list[int]]
+    test: list[list[int]]
+    exact: tuple[float, float]
+
+    @classmethod
+    def of(cls, model: Loaded, predictors: Predictors, trace: Trace, parts: judge.Split, most: int) -> Self:
+        """At most ``most`` sequences of the trace of each part."""
+        validation, test = (texts_of(trace, rows, most) for rows in (parts.validation, parts.test))
+        exact = [exact_perplexity(model, predictors, texts) for texts in (validation, test)]
+        return cls(model, validation, test, (exact[0], exact[1]))
+
+    def measure(self, point: Predictors, oracle: np.ndarray) -> dict[str, float]:
+        """Perplexity ratios and output errors of ``point``, and of the ``oracle``'s share [layer] of the neurons."""
+        chosen_by = perplexities(self.model, point, self.validation, self.exact[0]).iloc[0]
+        found = perplexities(self.model, point, self.test, self.exact[1]).iloc[0].to_dict()
+        best = perplexities(self.model, point, self.test, self.exact[1], oracle).iloc[0]
+        found |= {"validation_ratio": chosen_by["ratio"]}
+        return found | {"oracle_ratio": best["ratio"], "oracle_output_error": best["output_error"]}
+
+
 def judged(
-    name: str, trace: Trace, home: Path, settings: Settings, model: Any, tokens: int, texts: int
+    kind: str,
+    trace: Trace,
+    home: Path,
+    settings: Settings,
+    tokens: int,
+    model: Loaded | None = None,
+    texts: int = 0,
+    bound: float | None = None,
 ) -> dict[str, Any]:
-    """All figures of one predictor: thresholds by missed contribution on validation prompts, judged on the test's."""
+    """All figures of one predictor: thresholds by missed contribution on validation prompts, judged on the test's.
+
+    It is run at ``bound``, or where perplexity is measured at the largest bound that validation texts bear.
+    """
+    name = f"{kind}, k {settings.lookahead}"
     spec, parts = trace.spec, judge.split(trace, settings.hold_out)
     predictors = predictor_of(trace, home / name.replace(" ", "-").replace(",", ""), settings)
     validation, test = spread(parts.validation, tokens), spread(parts.test, tokens)
     score = judge.predictor_score(predictors), judge.LOGITS
     chooses = judge.Curves.measure(trace, validation, [score], predictors.lookahead)[0]
     curves = judge.ways(predictors, trace, test, judge.frequency_of(trace, parts.train))
+    measured = None if model is None else Texts.of(model, predictors, trace, parts, texts)
     curve = []
-    for bound in BOUNDS:
-        point = replace(predictors, thresholds=thresholds(chooses, bound))
+    for limit in BOUNDS:
+        point = replace(predictors, thresholds=thresholds(chooses, limit))
         at = curves["trained"].at(judge.nearest_edge(point.cuts))
-        row = {"bound": bound} | {key: float(values.mean()) for key, values in at.items()}
-        if model is not None:
-            row |= perplexities(model, point, texts_of(trace, parts.test, texts)).iloc[0].to_dict()
+        oracle = curves["oracle"].at_missed(at["missed"])
+        row = {"bound": limit} | {key: float(values.mean()) for key, values in at.items()}
+        row |= {"static_size": float(curves["static"].at_missed(at["missed"]).mean())}
+        row |= {"oracle_size": float(oracle.mean())}
+        if measured is not None:
+            row |= measured.measure(point, oracle)
         print(name, row, file=sys.stderr, flush=True)
         curve.append(row)
-    chosen = next((r["bound"] for r in reversed(curve) if r.get("ratio", np.inf) <= 1.05), BOUNDS[0])
+    borne = [row["bound"] for row in curve if row.get("validation_ratio", np.inf) <= TOLERATED]
+    chosen = max(borne, default=BOUNDS[0] if measured else bound or settings.bound)
     point = replace(predictors, thresholds=thresholds(chooses, chosen))
     layers = judge.evaluate(point, curves)
     modes = judge.modes(layers, point)
     return {
         "name": name,
+        "kind": kind,
         "model": spec.name,
         "settings": {**asdict(settings), "hold_out": list(settings.hold_out)},
         "tokens": {"trained": len(parts.train), "validated": len(validation), "judged": len(test)},
@@ -138,7 +183,10 @@ def judged(
         "bytes": predictors.bytes,
         "share": predictors.bytes / (2 * spec.layers * spec.neurons * spec.matrices * spec.hidden),
         "density": float(layers["density"].mean()),
+        "dense_perplexity": perplexity(model, measured.test) if measured and model else None,
         "chosen_bound": chosen,
+        "chosen_on": f"perplexity of {len(measured.validation)} validation texts" if measured else "given",
+        "borne": bool(borne) if measured else None,
         "curve": curve,
         "ways": sizes(curves).to_dict("records"),
         "layers": layers.to_dict("records"),
@@ -148,34 +196,109 @@ def judged(
     }
 
 
+WAYS = ("trained", "static", "previous", "oracle")
+LAYER_COLUMNS = (
+    "layer", "k", "rank", "density", "recall", "precision", "predicted", "missed", "matched_recall",
+    "static_matched_recall", "previous_matched_recall", "oracle_matched_recall", "static_size", "previous_size",
+    "oracle_size",
+)  # fmt: skip
+"""Of the table of layers; the file with .json has more."""
+
+
+def by_kind(results: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Results of one model and kind together, their lookaheads ascending."""
+    keys = dict.fromkeys((r["model"], r["kind"]) for r in results)
+    return [[r for r in results if (r["model"], r["kind"]) == key] for key in keys]
+
+
+def table(rows: Any, form: str) -> list[str]:
+    """Lines of a table, and an empty one."""
+    return [pd.DataFrame(rows).to_markdown(index=False, floatfmt=form), ""]
+
+
+def overview(results: list[dict[str, Any]]) -> list[str]:
+    """What to run of each model: one row a result whose perplexity was measured."""
+    rows = []
+    for r in results:
+        if r["borne"] is None:
+            continue
+        ways = {w["way"]: w["matched_recall"] for w in r["ways"]}
+        at = next(row for row in r["curve"] if row["bound"] == r["chosen_bound"])
+        reads = {m["mode"]: m["ffn_share_read"] for m in r["modes"]}
+        rows.append(
+            {"model": r["model"], "kind": r["kind"], "k": r["settings"]["lookahead"], "density": r["density"]}
+            | {f"recall, {way}": ways[way] for way in WAYS}
+            | {"bound": r["chosen_bound"], "perplexity, times exact": at["ratio"]}
+            | {f"reads {mode}": reads[mode] for mode in ("exact", "predicted", "static")}
+            | {"run it": r["modes"][0]["mode"]}
+        )
+    return [
+        "## Which way to run a model",
+        "",
+        "Recall at as many predicted as active. The bound is the largest that raises perplexity of validation texts by",
+        f"at most {TOLERATED - 1:.0%} (else the smallest tried); the perplexity beside it is of the test's domains.",
+        "The shares of the FFN's bytes that a token reads are compared at the missed contribution of that bound, the",
+        "predictor's own bytes included; exact misses nothing.",
+        "",
+        *table(rows, ".3f"),
+    ]
+
+
+def lookaheads(results: list[dict[str, Any]]) -> list[str]:
+    """How each figure falls with the lookahead, and recall layer by layer."""
+    lines = []
+    for kind in by_kind(results):
+        if len(kind) < 2:
+            continue
+        names = ("recall", "precision", "predicted", "density", "missed", "matched_recall")
+        rows, layers = [], pd.DataFrame({"layer": range(len(kind[0]["layers"]))})
+        for r in kind:
+            k, frame = r["settings"]["lookahead"], pd.DataFrame(r["layers"])
+            rows.append({"k": k, "bound": r["chosen_bound"]} | {name: frame[name].mean() for name in names})
+            for name in ("matched_recall", "predicted"):
+                layers[f"{name}, k {k}"] = frame[name]
+        lines += [
+            f"## {kind[0]['model']}, {kind[0]['kind']}: looking ahead",
+            "",
+            "Mean of the layers:",
+            "",
+            *table(rows, ".3f"),
+            "Recall at as many predicted as active, and predicted density at the bound, layer by layer (layers below k",
+            "are predicted from layer 0's residual):",
+            "",
+            *table(layers[["layer", *sorted(layers.columns[1:])]], ".3f"),
+        ]
+    return lines
+
+
 def markdown(results: list[dict[str, Any]]) -> str:
     """The tables for reading."""
-    lines = []
+    lines = overview(results) + lookaheads(results)
     for result in results:
-        k = result["settings"]["lookahead"]
+        tokens, held = result["tokens"], ", ".join(result["settings"]["hold_out"])
+        dense = result["dense_perplexity"]
         lines += [
-            f"## {result['model']}, {result['name']}: k = {k}, {result['share']:.1%} of the FFN's bytes",
+            f"## {result['model']}, {result['name']}, {result['share']:.1%} of the FFN's bytes",
             "",
-            f"{result['machine']}. Trained on {result['tokens']['trained']:,} tokens that the model "
-            f"wrote, judged on {result['tokens']['judged']:,} of the domains "
-            f"{', '.join(result['settings']['hold_out'])}, of which it saw none. True density {result['density']:.1%}. "
-            f"{result['advice'][:1].upper() + result['advice'][1:]}.",
+            f"{result['machine']}. Trained on {tokens['trained']:,} tokens that the model wrote, judged on "
+            f"{tokens['judged']:,} of the domains {held}, of which it saw none. True density {result['density']:.1%}. "
+            f"At the bound {result['chosen_bound']:g} (by {result['chosen_on']}): {result['advice']}.",
             "",
-            pd.DataFrame(result["curve"]).to_markdown(index=False, floatfmt=".4g"),
-            "",
+        ]
+        if dense is not None:
+            lines += [f"Perplexity of the test's texts with all neurons: {dense:.4g}.", ""]
+        lines += [
+            *table(result["curve"], ".4g"),
             "Recall (= precision) at as many predicted as active, and the share of the neurons that each way needs to",
             "miss no more than a bound (mean of the layers):",
             "",
-            pd.DataFrame(result["ways"]).to_markdown(index=False, floatfmt=".3f"),
+            *table(result["ways"], ".3f"),
+            f"Layer by layer at the bound {result['chosen_bound']:g}, with sizes that miss as little of the others:",
             "",
-            f"Layer by layer at the bound {result['chosen_bound']:g}, the others at the same size:",
-            "",
-            pd.DataFrame(result["layers"]).to_markdown(index=False, floatfmt=".3f"),
-            "",
+            *table(pd.DataFrame(result["layers"])[list(LAYER_COLUMNS)], ".3f"),
             "Calibration:",
             "",
-            pd.DataFrame(result["calibration"]).to_markdown(index=False, floatfmt=".3f"),
-            "",
+            *table(result["calibration"], ".3f"),
         ]
     return "# Predictors\n\nMade by `benchmarks/predictors.py`.\n\n" + "\n".join(lines)
 
@@ -188,8 +311,12 @@ def main(
     tokens: Annotated[int, typer.Option(help="decode tokens to record")] = 50_000,
     judge_tokens: Annotated[int, typer.Option(help="tokens to judge on")] = 4096,
     texts: Annotated[int, typer.Option(help="sequences whose perplexity is measured; 0: none")] = 24,
+    perplexity_at: Annotated[
+        str, typer.Option(help="of these lookaheads, with commas; the others take its bound")
+    ] = "1",
     processes: Annotated[int, typer.Option(help="that record")] = 2,
     epochs: Annotated[int, typer.Option(help="at most")] = 4,
+    figure: Annotated[Path | None, typer.Option(help="PNG of recall against the lookahead, of all results")] = None,
 ) -> None:
     """Record, train, judge; results are added to what the output holds of other models."""
     directory = resolve_model(model)
@@ -199,25 +326,64 @@ def main(
     trace = recorded(directory, home, tokens, processes, 0.6 if magnitude else None)
     rows = judge.split(trace, HOLD_OUT).train
     kinds = {f"sparsity {s:.0%}": s for s in SPARSITIES} if magnitude else {"ReLU": None}
-    results = []
+    measured = set(map(int, perplexity_at.split(","))) if texts else set()
+    order = sorted(map(int, lookahead.split(",")), key=lambda k: (k not in measured, k))
+    results: list[dict[str, Any]] = []
     for kind, sparsity in kinds.items():
         labelled = trace if sparsity is None else relabelled(trace, sparsity, rows)
-        for k in map(int, lookahead.split(",")):
+        bound = None
+        for k in order:
             settings = Settings(lookahead=k, hold_out=HOLD_OUT, epochs=epochs)
-            name = f"{kind}, k {k}"
-            result = judged(name, labelled, home, settings, loaded if texts else None, judge_tokens, texts)
+            judges = loaded if k in measured else None
+            result = judged(kind, labelled, home, settings, judge_tokens, judges, texts, bound)
+            bound = bound or result["chosen_bound"]
             results.append(result | {"machine": machine_line()})
-            write(results, out)
+            everything = write(results, out)
+            if figure is not None:
+                draw(everything, figure)
 
 
-def write(results: list[dict[str, Any]], out: Path) -> None:
-    """Both files; results of other models and names stay."""
+def write(results: list[dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+    """Both files; results of other models and names stay. Returns all."""
     file = out.with_suffix(".json")
     before = json.loads(file.read_text()) if file.is_file() else []
     new = {(r["model"], r["name"]) for r in results}
     everything = [r for r in before if (r["model"], r["name"]) not in new] + results
+    everything.sort(key=lambda r: (r["model"], r["kind"], r["settings"]["lookahead"]))
     file.write_text(json.dumps(everything, indent=1) + "\n")
     out.with_suffix(".md").write_text(markdown(everything))
+    return everything
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Recall at as many predicted as active against the lookahead, and layer by layer."""
+    import matplotlib.pyplot as plt
+
+    kinds = [kind for kind in by_kind(results) if len(kind) > 1]
+    if not kinds:
+        return
+    figure, axes = plt.subplots(len(kinds), 2, figsize=(10, 3.6 * len(kinds)), layout="constrained", squeeze=False)
+    for (left, right), kind in zip(axes, kinds, strict=True):
+        ahead = [r["settings"]["lookahead"] for r in kind]
+        for way, mark in zip(WAYS, "osv^", strict=True):
+            recalls = [next(w["matched_recall"] for w in r["ways"] if w["way"] == way) for r in kind]
+            left.plot(ahead, recalls, marker=mark, label=way)
+        left.set_xticks(ahead)
+        left.set_xlabel("lookahead k, layers")
+        left.set_ylabel("recall, mean of the layers")
+        left.set_title(f"{kind[0]['model']}, {kind[0]['kind']}: as many predicted as active", loc="left", fontsize=9)
+        for r in kind:
+            layers = pd.DataFrame(r["layers"])
+            right.plot(layers["layer"], layers["matched_recall"], label=f"k = {r['settings']['lookahead']}", lw=1.2)
+        right.plot(layers["layer"], layers["static_matched_recall"], color="grey", ls=":", label="static")
+        right.set_xlabel("layer")
+        right.set_ylabel("recall")
+        for axis in (left, right):
+            axis.set_ylim(0, 1)
+            axis.grid(lw=0.4, alpha=0.5)
+            axis.legend(fontsize=7, frameon=False, ncols=2)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 if __name__ == "__main__":
