@@ -130,8 +130,8 @@ class Texts(NamedTuple):
         chosen_by = perplexities(self.model, point, self.validation, self.exact[0]).iloc[0]
         found = perplexities(self.model, point, self.test, self.exact[1]).iloc[0].to_dict()
         best = perplexities(self.model, point, self.test, self.exact[1], oracle).iloc[0]
-        found |= {"validation_ratio": chosen_by["ratio"]}
-        return found | {"oracle_ratio": best["ratio"], "oracle_output_error": best["output_error"]}
+        found |= {"validation_ratio": float(chosen_by["ratio"]), "oracle_ratio": float(best["ratio"])}
+        return found | {"oracle_output_error": float(best["output_error"])}
 
 
 def judged(
@@ -315,7 +315,7 @@ def main(
         str, typer.Option(help="of these lookaheads, with commas; the others take its bound")
     ] = "1",
     processes: Annotated[int, typer.Option(help="that record")] = 2,
-    epochs: Annotated[int, typer.Option(help="at most")] = 4,
+    epochs: Annotated[int, typer.Option(help="at most")] = 6,
     figure: Annotated[Path | None, typer.Option(help="PNG of recall against the lookahead, of all results")] = None,
 ) -> None:
     """Record, train, judge; results are added to what the output holds of other models."""

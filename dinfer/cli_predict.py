@@ -28,7 +28,7 @@ def train_predictor(
     hold_out: Annotated[
         str, typer.Option(help="domains of prompts, with commas, that it is not trained on", show_default=False)
     ] = "",
-    epochs: Annotated[int, typer.Option(help="at most so many passes; a layer that gets no better stops")] = 4,
+    epochs: Annotated[int, typer.Option(help="at most so many passes; a layer that gets no better stops")] = 6,
     seed: Annotated[int, typer.Option(help="of the order of the tokens")] = 0,
     bits: Annotated[int, typer.Option(help="of a stored weight, 8 or 16; 8 give twice the rank")] = 8,
     force: Force = False,

@@ -25,7 +25,7 @@ from dinfer.predictors import BITS, Predictors, normalised, rank_for_share
 from dinfer.record.judge import LOGITS, Curves, Split, check_judged, predictor_score, split
 from dinfer.trace import Trace, decode_levels
 
-PIECE = 64
+PIECE = 16
 """Tokens of one sequence that are read together; a batch mixes pieces from everywhere."""
 
 WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
@@ -51,8 +51,8 @@ class Settings:
     share: float = 0.08
     bound: float = 0.05
     hold_out: tuple[str, ...] = ()
-    epochs: int = 4
-    batch: int = 1024
+    epochs: int = 6
+    batch: int = 256
     rate: float = 2e-3
     patience: int = 2
     contribution: float = 1.0
