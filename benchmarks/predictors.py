@@ -185,7 +185,6 @@ def judged(
         "density": float(layers["density"].mean()),
         "dense_perplexity": perplexity(model, measured.test) if measured and model else None,
         "chosen_bound": chosen,
-        "chosen_on": f"perplexity of {len(measured.validation)} validation texts" if measured else "given",
         "borne": bool(borne) if measured else None,
         "curve": curve,
         "ways": sizes(curves).to_dict("records"),
@@ -202,7 +201,7 @@ LAYER_COLUMNS = (
     "static_matched_recall", "previous_matched_recall", "oracle_matched_recall", "static_size", "previous_size",
     "oracle_size",
 )  # fmt: skip
-"""Of the table of layers; the file with .json has more."""
+"""Of the table of layers; the .json has more."""
 
 
 def by_kind(results: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -276,13 +275,13 @@ def markdown(results: list[dict[str, Any]]) -> str:
     lines = overview(results) + lookaheads(results)
     for result in results:
         tokens, held = result["tokens"], ", ".join(result["settings"]["hold_out"])
-        dense = result["dense_perplexity"]
+        dense, how = result["dense_perplexity"], "given" if result["borne"] is None else "by validation texts"
         lines += [
             f"## {result['model']}, {result['name']}, {result['share']:.1%} of the FFN's bytes",
             "",
             f"{result['machine']}. Trained on {tokens['trained']:,} tokens that the model wrote, judged on "
             f"{tokens['judged']:,} of the domains {held}, of which it saw none. True density {result['density']:.1%}. "
-            f"At the bound {result['chosen_bound']:g} (by {result['chosen_on']}): {result['advice']}.",
+            f"At the bound {result['chosen_bound']:g} ({how}): {result['advice']}.",
             "",
         ]
         if dense is not None:

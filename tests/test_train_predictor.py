@@ -1,10 +1,12 @@
 """Training and judging predictors, on data with a known low-rank rule
 and against brute force; then the tiny models, run as predicted."""
 
+import importlib
 import json
 import re
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -289,6 +291,49 @@ def test_eight_bits_lose_little_of_sixteen(trained, tmp_path):
         assert held == [torch.float32, torch.int8]
         sets = [[live.predicted(layer, torch.from_numpy(row[None])) for row in hidden] for live in lives]
         assert np.array_equal(*sets)
+
+
+def test_the_benchmark_chooses_by_validation_and_tabulates_lookaheads(tmp_path, monkeypatch):
+    """The largest bound that validation texts bear is run, whatever the test's texts say; others' results stay."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    benchmark = importlib.import_module("predictors")
+
+    class Texts:
+        test = ()
+
+        @classmethod
+        def of(cls, *given):
+            return cls()
+
+        def measure(self, point, oracle):
+            """By validation the perplexity rises with the thresholds, by the test not at all."""
+            assert (oracle <= 1).all()
+            return {"validation_ratio": 1 + float(point.thresholds.mean()) / 4, "ratio": 1.0}
+
+    monkeypatch.setattr(benchmark, "Texts", Texts)
+    monkeypatch.setattr(benchmark, "perplexity", lambda model, texts: 3.0)
+    trace = ruled(1200)
+    given = trace, tmp_path, replace(FEW, epochs=1)
+    first = benchmark.judged("rule", *given, 200, model=object())
+    ratios = [row["validation_ratio"] for row in first["curve"]]
+    assert ratios == sorted(ratios)
+    assert ratios[0] <= 1.05 < ratios[-1]
+    assert first["borne"] is True
+    assert first["chosen_bound"] == max([b for b, r in zip(benchmark.BOUNDS, ratios, strict=True) if r <= 1.05])
+    own = benchmark.judged("rule", trace, tmp_path, replace(FEW, epochs=1, lookahead=0), 200, bound=0.1)
+    assert (own["chosen_bound"], own["borne"]) == (0.1, None)
+    line = {"machine": "a machine"}
+    benchmark.write([{**first, **line, "model": "another"}], tmp_path / "results")
+    written = benchmark.write([first | line, own | line], tmp_path / "results")
+    assert [(r["model"], r["name"]) for r in written] == [
+        ("another", "rule, k 1"), ("rule", "rule, k 0"), ("rule", "rule, k 1"),
+    ]  # fmt: skip
+    told = (tmp_path / "results.md").read_text()
+    assert "## rule, rule: looking ahead\n" in told
+    assert "## another, rule: looking ahead" not in told
+    assert told.count(first["advice"]) == 2
+    benchmark.draw(written, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_advice_follows_the_bytes(trained):
