@@ -35,7 +35,6 @@ from dinfer.trace import Trace, join
 PROMPTS = Path(__file__).parents[1] / "traces" / "prompts" / "prompts.jsonl"
 HOLD_OUT = ("coding", "travel", "health")
 BOUNDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
-SPARSITIES = (0.5, 0.6, 0.7)
 TOLERATED = 1.05
 """The bound that is run is the largest whose perplexity on validation texts is at most so many times the exact one."""
 TOKENS_A_SEQUENCE = 100
@@ -315,6 +314,7 @@ def main(
     ] = "1",
     processes: Annotated[int, typer.Option(help="that record")] = 2,
     epochs: Annotated[int, typer.Option(help="at most")] = 6,
+    sparsities: Annotated[str, typer.Option(help="of a model without ReLU, with commas")] = "0.5,0.6,0.7",
     figure: Annotated[Path | None, typer.Option(help="PNG of recall against the lookahead, of all results")] = None,
 ) -> None:
     """Record, train, judge; results are added to what the output holds of other models."""
@@ -324,7 +324,7 @@ def main(
     magnitude = loaded.spec.sparsity_kind == "magnitude"
     trace = recorded(directory, home, tokens, processes, 0.6 if magnitude else None)
     rows = judge.split(trace, HOLD_OUT).train
-    kinds = {f"sparsity {s:.0%}": s for s in SPARSITIES} if magnitude else {"ReLU": None}
+    kinds = {f"sparsity {s:.0%}": s for s in map(float, sparsities.split(","))} if magnitude else {"ReLU": None}
     measured = set(map(int, perplexity_at.split(","))) if texts else set()
     order = sorted(map(int, lookahead.split(",")), key=lambda k: (k not in measured, k))
     results: list[dict[str, Any]] = []
