@@ -44,6 +44,7 @@ _DRELU, _SILU, _GELU = 1, 2, 3
 _GELU_SCALE, _GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
 _GROUP = 4  # neurons that share one pass over the output
 _AHEAD_BYTES = 12288  # how far ahead rows are asked for, at least
+_LEAD_BYTES = 8192  # the same where neurons are read whole: further ahead, rows leave the first cache again
 _NEAR_BYTES = 2048  # how far ahead a down row is asked for whose neuron was not foreseen
 
 
@@ -188,30 +189,39 @@ def ffn(rows, x, ids, out, values, active, bias, threshold, activation, predicte
     return _ffn_in_passes(rows, x, words, room, ids, out, values, active, bias, limit, activation, least)
 
 
+@plain
+def _dot_row(ids, k, dots, row):
+    """Where the ``k``-th of the rows begins that dots read of ``ids``, ``dots`` a neuron; at most the last neuron's."""
+    return ids[min(k // dots, ids.size - 1)] * (dots + 1) * row + k % dots * row
+
+
 @njit(nogil=True)
 def _ffn_at_once(rows, x, words, room, ids, out, values, active, bias, limit, activation, predicted, least):
     """``ffn`` where all rows before the last are read for certain, or very likely: neuron by neuron."""
     weights, row, gated = rows.reshape(rows.size), rows.shape[2], rows.shape[1] == 3
-    size, down = rows.shape[1] * row, (rows.shape[1] - 1) * row
+    dots = rows.shape[1] - 1
+    size, down = rows.shape[1] * row, dots * row
     relu, near = activation <= _DRELU, _NEAR_BYTES // rows.itemsize
-    further = 1 + _AHEAD_BYTES // ((size if predicted else down) * rows.itemsize)
+    together = 2 if rows.itemsize == 1 else 1  # rows that a dot reads at once
+    lead = max(together, math.ceil(_LEAD_BYTES / (row * rows.itemsize)))
     starts, aheads = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
     factors = np.empty(_GROUP, np.float32)
     waiting, found, last = 0, 0, ids.size - 1
     next_gate = np.float32(0)
     for j in range(ids.size):
-        start, ahead = ids[j] * size, ids[min(j + further, last)] * size
+        start, ahead = ids[j] * size, _dot_row(ids, dots * j + lead, dots, row)
         values[j], active[j] = 0, False
         up = np.float32(1)
         if gated:
-            gate, up = _dot_pair(weights, start, start + row, x, words, room, ahead, ahead + row)
+            next_ahead = _dot_row(ids, dots * j + lead + 1, dots, row)
+            gate, up = _dot_pair(weights, start, start + row, x, words, room, ahead, next_ahead)
             if bias.size:
                 up += bias[ids[j]]
             if activation == _DRELU:
                 up = max(up, np.float32(0))
         else:
             if j % 2 == 0:
-                other, other_ahead = ids[min(j + 1, last)] * size, ids[min(j + 1 + further, last)] * size
+                other, other_ahead = ids[min(j + 1, last)] * size, ids[min(j + 1 + lead, last)] * size
                 gate, next_gate = _dot_pair(weights, start, other, x, words, room, ahead, other_ahead)
             else:
                 gate = next_gate
@@ -229,7 +239,7 @@ def _ffn_at_once(rows, x, words, room, ids, out, values, active, bias, limit, ac
         found += 1
         if value == 0:
             continue
-        next_down = ids[min(j + max(_GROUP, further), last)] * size + down if predicted else start + down + near
+        next_down = ids[min(j + _GROUP, last)] * size + down if predicted else start + down + near
         factors[waiting], starts[waiting], aheads[waiting] = value, start + down, next_down
         waiting += 1
         if waiting == _GROUP:
