@@ -5,20 +5,27 @@ their gates. Layers rotate, so that the weights come from memory and not from a 
 setting are measured in turn in one run; a ratio is the median over the turns.
 
 The same without AVX-512: NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES= python benchmarks/kernels.py
+ggml's dense time needs an interpreter that has llama-cpp-python: --ggml-python PY. Without it, it is unmeasured.
 """
 
 import argparse
 import itertools
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from kernels_table import save
 from rows import OUTPUTS, Row, measure_in_turn, spread, write
 
 from dinfer.exec.kernels_cpu import VIEWS, ffn_cpu, read_rows
@@ -29,6 +36,7 @@ from dinfer.model import ModelSpec
 ALL_ACTIVE = float(np.finfo(np.float32).min)
 FULL, QUICK = (0.0, 0.2, 0.5, 0.8, 0.9, 0.95), (0.0, 0.9)
 EXACT = (0.8, 0.9, 0.95)
+THREADS = (1, 2)
 
 
 class Weights(NamedTuple):
@@ -149,16 +157,30 @@ def figure(name: str, setting: str, own: np.ndarray, against: str, other: np.nda
     return Row(name, setting, *spread(1e3 * own), "ms", against, float(np.median(other / own)))
 
 
-def predicted_rows(bench: Bench, sparsities: tuple[float, ...], repeat: int) -> Iterator[Row]:
-    """The kernel on predicted neurons against the pure read and dense torch, by sparsity.
+def ggml_seconds(python: str, weights: Weights, gib: float, repeat: int) -> dict[int, np.ndarray]:
+    """Seconds [turns] of ggml's dense FFN in a process of its own, by number of threads."""
+    shape = {"hidden": weights.hidden, "neurons": weights.rows.shape[1], "dtype": weights.dtype, "gib": gib}
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job.json"
+        job.write_text(json.dumps({**shape, "repeat": repeat, "threads": THREADS}))
+        command = [python, str(Path(__file__).with_name("ggml_peer.py")), str(job)]
+        answer = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return {int(threads): np.array(seconds) for threads, seconds in answer["seconds"].items()}
+
+
+def predicted_rows(
+    bench: Bench, sparsities: tuple[float, ...], repeat: int, ggml: np.ndarray | None = None
+) -> Iterator[Row]:
+    """The kernel on predicted neurons against the pure read and dense torch and ggml, by sparsity.
 
     torch has turns of its own: its threads spin for a while after each, to the cost of the next.
     """
     neurons = bench.spec.neurons
-    dense = None
+    peers = {} if ggml is None else {"ggml dense": ggml}
     if bench.weights.matrices is not None:
-        dense = measure_in_turn({"dense": bench.dense}, max(5, repeat // 3))["dense"]
-        yield Row("torch dense", bench.setting, *spread(1e3 * dense), "ms", "", None)
+        peers |= measure_in_turn({"torch dense": bench.dense}, max(5, repeat // 3))
+    for peer, dense in peers.items():
+        yield Row(peer, bench.setting, *spread(1e3 * dense), "ms", "", None)
     for sparsity in sparsities:
         count = max(1, round(neurons * (1 - sparsity)))
         ids = np.sort(np.random.default_rng(2).permutation(neurons)[:count]).astype(np.int32)
@@ -166,8 +188,8 @@ def predicted_rows(bench: Bench, sparsities: tuple[float, ...], repeat: int) -> 
         seconds = measure_in_turn({"ffn": ffn, "read": read}, repeat)
         setting = f"{bench.setting}, {sparsity:.0%} sparse"
         yield figure("ffn_cpu", setting, seconds["ffn"], "pure read", seconds["read"])
-        if dense is not None:
-            yield figure("ffn_cpu", setting, seconds["ffn"], "torch dense", np.median(dense))
+        for peer, dense in peers.items():
+            yield figure("ffn_cpu", setting, seconds["ffn"], peer, np.median(dense))
 
 
 def exact_rows(bench: Bench, sparsities: tuple[float, ...], repeat: int) -> Iterator[Row]:
@@ -192,6 +214,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--neurons", type=int, default=11008)
     parser.add_argument("--gib", type=float, help="weights to rotate over: 2, or 1 if quick")
     parser.add_argument("--dtype", choices=list(VIEWS), action="append", help="default: all")
+    parser.add_argument("--ggml-python", metavar="PY", help="interpreter with llama-cpp-python, to time ggml")
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="put the rows there too, and a page beside it")
     return parser.parse_args()
 
 
@@ -201,15 +225,19 @@ def main() -> None:
     repeat, sparsities, exact = (7, QUICK, (0.9,)) if given.quick else (21, FULL, EXACT)
     gib = given.gib or (1.0 if given.quick else 2.0)
     found: list[Row] = []
-    for dtype in given.dtype or list(VIEWS):
+    dtypes = given.dtype or list(VIEWS)
+    for dtype in dtypes:
         weights = random_weights(dtype, given.neurons, given.hidden, gib)
-        for threads in (1, 2):
+        ggml = ggml_seconds(given.ggml_python, weights, gib, repeat) if given.ggml_python else {}
+        for threads in THREADS:
             print(f"{dtype}, {threads} threads", file=sys.stderr)
             with Bench(weights, threads) as bench:
-                found += predicted_rows(bench, sparsities, repeat)
+                found += predicted_rows(bench, sparsities, repeat, ggml.get(threads))
                 found += exact_rows(bench, exact, repeat)
         del weights, bench
     write(found, given.output)
+    if given.save:
+        save(found, dtypes, os.environ.get("NUMBA_CPU_NAME", "native"), given.save)
 
 
 if __name__ == "__main__":

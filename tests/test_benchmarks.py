@@ -98,3 +98,31 @@ def check(text: str, errors: str, output: str) -> list[dict[str, str]]:
     assert "numba" in heading
     assert "cores" in heading
     return rows
+
+
+def test_the_page_of_the_kernels_keeps_other_dtypes_and_says_what_is_unmeasured(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from kernels_table import save
+    from rows import Row
+
+    def rows(dtype, ms):
+        read = Row("ffn_cpu", f"{dtype}, 1 thread, 90% sparse", ms, ms, ms, "ms", "pure read", 0.5)
+        return [Row("torch dense", f"{dtype}, 1 thread", 9.0, 9.0, 9.0, "ms", "", None), read, torch_row(read)]
+
+    def torch_row(row):
+        return row._replace(against="torch dense", ratio=3.0)
+
+    path = tmp_path / "kernels.json"
+    save(rows("float32", 3.0) + rows("float16", 1.0), ["float32", "float16"], "native", path)
+    save(rows("float16", 2.0), ["float16"], "native", path)
+    save(rows("float32", 4.0), ["float32"], "x86-64-v3", path)
+    lines = [line for line in path.with_suffix(".md").read_text().splitlines() if line.startswith("| float")]
+    assert lines == [
+        "| float32 | 1 | 3.00 ms, 0.50 |",
+        "| float16 | 1 | 2.00 ms, 0.50 |",
+        "| float32, torch dense | 1 | 9.0 ms | 3x |",
+        "| float16, torch dense | 1 | 9.0 ms | 3x |",
+        "| float32, ggml dense | 1 | unmeasured |  |",
+        "| float16, ggml dense | 1 | unmeasured |  |",
+        "| float32 | 1 | 4.00 ms, 0.50 |",
+    ]
