@@ -314,6 +314,12 @@ def plan(
     activation: Annotated[str, typer.Option(help="exact or predicted")] = "exact",
     prediction: Annotated[str, typer.Option(help="previous or oracle; with --predictor: trained")] = "previous",
     predictor: PredictorOption = None,
+    early: Annotated[
+        str,
+        typer.Option(
+            help="what becomes of the first layers, which no predictor sees ahead: predicted (k = 0) or resident"
+        ),
+    ] = "predicted",
     threshold: Annotated[
         str, typer.Option(help="fixed, or balanced: lower on the GPU, higher on the CPU, the error kept")
     ] = "fixed",
@@ -347,11 +353,28 @@ def plan(
         used, where, parse_budget(vram, spec, where, context, batch), context=context, batch=batch, solver=solver,
         cache=cache, lookahead=lookahead, window=window, activation=activation, prediction=prediction,
         threshold=threshold, issue=issue, group=group, spec=spec, predictor=_predictor(predictor),
+        early=early,
     )  # fmt: skip
     made.save(out)
     print_table(memory_table(made.memory), title=f"GPU memory of {made.spec.name} on {made.machine.name}")
     print("\n".join(plan_lines(made)))
     _note(f"plan in {out} and {out.with_suffix('.safetensors')}")
+
+
+@app.command(epilog="Example: dinfer show out/plan.json")
+def show(
+    plan: Annotated[Path, typer.Argument(help="plan file", show_default=False)],
+    output: Form = None,
+) -> None:
+    """What a plan says: memory, rules, which layers are not predicted ahead and why, and each layer's row."""
+    from dinfer.plan import Plan
+    from dinfer.report import layers_table, memory_table, plan_lines, print_table
+
+    read = Plan.load(plan)
+    if output is None:
+        print_table(memory_table(read.memory), title=f"GPU memory of {read.spec.name} on {read.machine.name}")
+        print("\n".join(plan_lines(read)) + "\n")
+    print_table(layers_table(read), output, title=f"layers of {read.spec.name}")
 
 
 @app.command(epilog="Example: dinfer simulate out/plan.json --trace out/trace --timeline out/sim.json")

@@ -32,6 +32,8 @@ PREDICTIONS = ("oracle", "previous", "trained")
 MOST_SEQUENCES = 8
 """Most sequences decoded together: beyond, the union of their active sets is most of a layer."""
 THRESHOLD_POLICIES = ("fixed", "balanced")
+EARLY = ("predicted", "resident")
+"""What becomes of layers with no layer ``lookahead`` before them: predicted from the first's residual, or resident."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +45,9 @@ class Plan:
     gates and loses nothing, ``predicted`` computes the predicted set only. ``prediction``: ``previous`` is the layer's
     active set of the token before, ``oracle`` the trace's own (simulation and replay only), ``trained`` what a
     predictor computes from the residual ``lookahead`` layers before; ``predictor`` then names it (``Predictors.tag``)
-    and is empty otherwise. ``issue``: how a prefetch moves (machine.ISSUES); with ``copy``, one copy takes ``group``
-    neurons. ``vram_bytes`` is the whole GPU budget, ``memory`` its breakdown in bytes by term, ``context`` the tokens
+    and says which layers are too ``early`` for that and what becomes of them (``early_layers``); else it is empty.
+    ``issue``: how a prefetch moves (machine.ISSUES); with ``copy``, one copy takes ``group`` neurons.
+    ``vram_bytes`` is the whole GPU budget, ``memory`` its breakdown in bytes by term, ``context`` the tokens
     that the KV cache holds of each of ``batch`` sequences decoded together. ``thresholds`` [layer]: values of magnitude
     kinds at most this large are inactive (0: none); ``threshold`` names how they are used: ``fixed`` on both sides, or
     ``balanced``, with the ``levels`` of each side among which the believed costs choose. ``frequency`` float32 [layer,
@@ -118,6 +121,27 @@ class Plan:
                 f"lookahead is {self.lookahead}, but the predictor looks {self.predictor['lookahead']} layers ahead; "
                 "plan with the same, or train another predictor"
             )
+        if "early" in self.predictor:
+            self._check_early(self.predictor["early"])
+
+    def _check_early(self, early: Mapping[str, Any]) -> None:
+        _one_of("early", early.get("way", ""), EARLY)
+        if dict(early) != early_layers(self.lookahead, early["way"]):
+            raise InputError(f"early is {dict(early)}; at lookahead {self.lookahead} it must be what a planner writes")
+        slots = self.placement.slots[early["layers"]] if early["way"] == "resident" else ()
+        if any(slots < self.spec.neurons for slots in slots):
+            raise InputError(
+                f"early layers {early['layers']} are to stay resident, but have {[int(n) for n in slots]} slots for "
+                f"{self.spec.neurons} neurons; plan with --early predicted or more --vram"
+            )
+
+    @property
+    def held(self) -> np.ndarray:
+        """Layers that stay resident as nothing predicts them ahead, bool [layer]: computed whole, never scheduled."""
+        early = self.predictor.get("early", {})
+        held = np.zeros(self.spec.layers, np.bool_)
+        held[early.get("layers", []) if early.get("way") == "resident" else []] = True
+        return held
 
     def check_predictor(self, fingerprint: str | None) -> None:
         """Raise InputError unless ``fingerprint`` is of the predictor that this plan names (None: of none)."""
@@ -267,6 +291,19 @@ class Plan:
         if document | written != document:
             raise InputError(f"plan {path} and its arrays do not belong together or were edited; make it again")
         return plan
+
+
+def early_layers(lookahead: int, way: str = "predicted") -> dict[str, Any]:
+    """What a plan says of the layers that no layer ``lookahead`` before them can predict: which, what, and why.
+
+    ``ahead`` are the layers that each of them is predicted ahead in fact, where the way is not to keep them resident.
+    """
+    layers = list(range(lookahead))
+    why = "layer 0 is the first: no layer stands before it"
+    if lookahead > 1:
+        why = f"layers 0 to {lookahead - 1} are the first: no layer stands {lookahead} before them"
+    ahead = {"ahead": layers} if way == "predicted" else {}  # from layer 0's residual: as far as they stand from it
+    return {"layers": layers, "way": way, **ahead, "why": why if layers else ""}
 
 
 _PLAIN_FIELDS = (

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from dinfer.bits import unpack
 from dinfer.errors import InputError
 from dinfer.machine import Machine
 from dinfer.model import ModelSpec
-from dinfer.plan import Plan
+from dinfer.plan import Plan, early_layers
 from dinfer.timeline import WORK, Run
 from dinfer.units import format_bytes
 
@@ -236,12 +237,55 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.predictor:
         lines.append(
             f"predictor: {plan.predictor['fingerprint']}, mean rank {plan.predictor['rank']}, "
-            f"{format_bytes(plan.predictor['bytes'])}; {own_residual(plan.lookahead)}"
+            f"{format_bytes(plan.predictor['bytes'])}"
         )
+        lines.append(early_line(plan))
     if plan.solver:
         record = plan.solver
         lines.append(f"solver: {record['name']}, {record['status']}, gap to the LP bound {record['gap']:.2%}")
     return lines
+
+
+def early_line(plan: Plan) -> str:
+    """Which layers cannot be predicted as far ahead as the plan's predictor looks, why, and what becomes of them."""
+    early = plan.predictor.get("early") or early_layers(plan.lookahead)
+    layers = early["layers"]
+    if not layers:
+        return f"not predicted ahead: any; {own_residual(0)}"
+    names = "layer 0" if len(layers) == 1 else f"layers 0 to {layers[-1]}"
+    if early["way"] == "resident":
+        return f"not predicted {plan.lookahead} ahead: {names} ({early['why']}); resident and computed whole"
+    cold = sum(plan.spec.neurons - int(plan.placement.slots[layer]) for layer in layers)
+    return (
+        f"not predicted {plan.lookahead} ahead: {names} ({early['why']}); predicted from layer 0's residual, "
+        f"k = {'0' if len(layers) == 1 else f'0 to {layers[-1]}'}: layer 0's prefetch is not hidden, and {cold:,} "
+        f"neurons of {'it' if len(layers) == 1 else 'them'} are not resident"
+    )
+
+
+def layers_table(plan: Plan) -> pd.DataFrame:
+    """One row a layer: slots, expected active neurons and their share on the GPU, threshold, how it is predicted.
+
+    ``ahead`` is how many layers before the prediction is known: of ``previous`` a token before, so that it is empty.
+    """
+    spec, slots, frequency = plan.spec, plan.placement.slots, plan.frequency.astype(float)
+    resident = unpack(plan.placement.resident, spec.neurons)
+    active, served = frequency.sum(axis=1), (frequency * resident).sum(axis=1)
+    trained, held = plan.prediction == "trained", plan.held
+    rows: dict[str, Any] = {
+        "layer": np.arange(spec.layers),
+        "slots": slots,
+        "slots_share": slots / spec.neurons,
+        "active": active,
+        "gpu_share": np.divide(served, active, out=np.zeros(spec.layers), where=active > 0),
+    }
+    if plan.thresholds:
+        rows["threshold"] = plan.thresholds
+    rows["prediction"] = ["none: resident" if whole else plan.prediction for whole in held]
+    if trained:
+        ahead = np.minimum(np.arange(spec.layers), plan.lookahead)
+        rows["ahead"] = pd.Series([None if w else int(k) for w, k in zip(held, ahead, strict=True)], dtype=object)
+    return pd.DataFrame(rows)
 
 
 def own_residual(lookahead: int) -> str:

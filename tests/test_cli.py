@@ -24,7 +24,7 @@ from dinfer.trace import Trace
 
 REPOSITORY = Path(__file__).parents[1]
 COMMANDS = (
-    "machines models fetch record synth stats plan simulate sweep reproduce run compare profile demo doctor "
+    "machines models fetch record synth stats plan show simulate sweep reproduce run compare profile demo doctor "
     "train-predictor eval-predictor"
 ).split()
 PROMPTS = [f"{word} is what number {i}" for i, word in enumerate("zero one two three four five six seven".split())]

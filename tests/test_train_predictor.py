@@ -26,7 +26,7 @@ from dinfer.exec.predictor import LivePredictor, measure_predict
 from dinfer.families import ffn_sites
 from dinfer.machine import Cost, Device, Link, Machine
 from dinfer.model import ModelSpec
-from dinfer.plan import Plan
+from dinfer.plan import Plan, early_layers
 from dinfer.predictors import Predictors, normalised
 from dinfer.record import judge, predictor
 from dinfer.record.generate import load
@@ -431,7 +431,7 @@ def test_plans_name_their_predictor(run_of_tiny, tmp_path):
     budget = half(trace, predictors)
     plan = make_plan(trace, machine(), budget, context=64, activation="predicted", predictor=predictors)
     assert plan.prediction == "trained"
-    assert plan.predictor == predictors.tag()
+    assert plan.predictor == {**predictors.tag(), "early": early_layers(1)}
     assert plan.memory["predictor"] == predictors.bytes
     assert plan.costs.predict_seconds == 0  # this machine's costs nothing
     plan.save(tmp_path / "plan.json")

@@ -99,6 +99,7 @@ class Running:
         self.family = FAMILIES[spec.family]
         self.policy = self.plan.policy
         self.schedules = self.policy.moves or self.plan.activation == "predicted"
+        self.held = self.plan.held
         self.value_thresholds = self.plan.value_thresholds
         self.gpu_thresholds = self.value_thresholds
         self.unread = [0] * spec.layers
@@ -165,7 +166,8 @@ def decode_token(run: Running, ids: Sequence[int], positions: Sequence[int]) -> 
             run.residual = hidden
             first, last = targets(layer, run.plan.lookahead, spec.layers)
             for target in range(first, last):
-                schedule(run, target)
+                if not run.held[target]:
+                    schedule(run, target)
             run.clock.lap(layer, "wait")
         hidden = ffn(run, layer, hidden, x)
     return head(run, hidden)

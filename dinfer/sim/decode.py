@@ -42,6 +42,7 @@ class Memory(NamedTuple):
     ``fetch`` and ``evict`` [words] are the last decision's sets.
     ``thresholds`` float64 [layer, 5, levels]: tables of policies.balanced, without levels where they are fixed;
     ``expected`` int64 [layer, 4]: a mean token's counts, by which exact activation chooses its levels.
+    ``held`` bool [layer]: resident as nothing predicts them ahead, so computed whole and never scheduled.
     """
 
     resident: np.ndarray
@@ -55,6 +56,7 @@ class Memory(NamedTuple):
     evict: np.ndarray
     thresholds: np.ndarray
     expected: np.ndarray
+    held: np.ndarray
 
 
 class Log(NamedTuple):
@@ -75,8 +77,12 @@ _U1, _U2, _U3 = types.uint64[::1], types.uint64[:, ::1], types.uint64[:, :, ::1]
 _I4, _F8 = types.int32[::1], types.float64[::1]
 RULES = types.NamedUniTuple(types.int64, len(Rules._fields), Rules)
 MEMORY = types.NamedTuple(
-    (_U2, types.int64[::1], _U3, _F8, _I4, _I4, _U2, _U1, _U1, types.float64[:, :, ::1], types.int64[:, ::1]), Memory
-)
+    (
+        _U2, types.int64[::1], _U3, _F8, _I4, _I4, _U2, _U1, _U1, types.float64[:, :, ::1], types.int64[:, ::1],
+        types.boolean[::1],
+    ),
+    Memory,
+)  # fmt: skip
 LOG = types.NamedTuple(
     (_F8, types.int32[:, :, ::1], _I4, _I4, _F8, types.int64[::1], types.int32[:, ::1], types.float64[:, ::1], _F8),
     Log,
@@ -206,6 +212,9 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
         if rules.moves:
             first, last = targets(layer, rules.lookahead, layers)
             for target in range(first, last):
+                if memory.held[target]:
+                    memory.stepped[target] = memory.ready[target] = NONE
+                    continue
                 future = actives[token + 1 :, target] if rules.clairvoyant else actives[:0, target]
                 stepped, n = schedule(
                     ops, costs, step, rules, believed, memory, log, target, predicted[target], future, here
@@ -219,6 +228,8 @@ def decode_token(ops, costs, step, rules, believed, memory, log, token, position
         else:
             memory.stepped[layer] = memory.ready[layer] = NONE
         computed = active[layer] if rules.exact else predicted[layer]
+        if memory.held[layer] and not rules.exact:
+            computed = memory.resident[layer]
         added, dropped, found, lost, unread = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
         if memory.thresholds.shape[2] > 0:
             added, dropped, found, lost, unread = balanced(believed, rules, memory, layer, computed)

@@ -120,6 +120,7 @@ def _replay(
         evict=scratch_sets(1, spec.words)[0][: spec.words],
         thresholds=_tables(plan, predictor),
         expected=np.zeros((spec.layers, 4), np.int64) if plan.levels is None else plan.levels.expected,
+        held=plan.held,
     )
     log = _empty_log(plan, trace, *keep)
     active, predictions = (np.require(a, np.uint64, ["C", "W"]) for a in (trace.active, predictor.predictions))

@@ -9,7 +9,7 @@ from dinfer.errors import InputError
 from dinfer.machine import LayerCosts, Machine, layer_costs
 from dinfer.model import ModelSpec
 from dinfer.placement import Placement
-from dinfer.plan import Plan
+from dinfer.plan import EARLY, Plan, early_layers
 from dinfer.policies import THRESHOLDS, cache_from_dict, cache_to_dict
 from dinfer.policies.balanced import Balanced, Levels
 from dinfer.predictors import Predictors
@@ -44,6 +44,7 @@ def make_plan(
     frequency: np.ndarray | None = None,
     predictor_bytes: int = 0,
     predictor: Predictors | None = None,
+    early: str = "predicted",
 ) -> Plan:
     """The plan for ``vram_bytes`` of GPU memory, from the frequencies of the whole trace.
 
@@ -53,10 +54,11 @@ def make_plan(
     ``ilp``. ``spec`` may give the trace's model another dtype. ``frequency`` [layer, neuron] is an
     offline profile to place by instead of the trace's own; ``predictor_bytes`` of the budget go
     to a predictor that is only counted. A trained ``predictor`` makes the prediction "trained",
-    and its bytes count. The other arguments are those of
-    Plan; ``window`` bounds one prefetch and is not the solver's. When everything fits, every
-    neuron is resident whatever the solver, with a PlanWarning. ``threshold`` is one of THRESHOLDS; balanced
-    ones are made from the trace's scores and contributions. Raises InputError for a budget
+    and its bytes count; ``early``, one of plan.EARLY, is what becomes of the layers that it cannot
+    predict ``lookahead`` layers ahead: with "resident" all of their neurons stay on the GPU. The
+    other arguments are those of Plan; ``window`` bounds one prefetch and is not the solver's. When
+    everything fits, every neuron is resident whatever the solver, with a PlanWarning.
+    ``threshold`` is one of THRESHOLDS; balanced ones are made from the trace's scores and contributions. Raises InputError for a budget
     below the dense part, an empty trace, a trace of another model, or one of a magnitude kind
     without thresholds.
     """
@@ -64,6 +66,7 @@ def make_plan(
     thresholds = _thresholds(trace, spec)
     if solver not in SOLVERS:
         raise InputError(f"solver {solver!r} is not one of {', '.join(SOLVERS)}")
+    held = _held(early, lookahead, predictor)
     if predictor is not None:
         _check_predictor(predictor, trace, thresholds)
         prediction, predictor_bytes = "trained", predictor.bytes
@@ -78,7 +81,10 @@ def make_plan(
     if warn_when_everything_fits(spec, machine, memory):
         solution = _greedy_solution(frequency, capacity)
     else:
-        solution = _solve(solver, frequency, capacity, costs, solver_options or {})
+        _check_held(held, spec, capacity)
+        rest = capacity - held * spec.neurons
+        solution = _solve(solver, frequency[held:], rest, costs, solver_options or {})
+        solution = solution._replace(slots=np.concatenate([np.full(held, spec.neurons), solution.slots]))
     placement = Placement.hottest(frequency, solution.slots)
     return Plan(
         spec=spec,
@@ -90,7 +96,7 @@ def make_plan(
         window=window,
         activation=activation,
         prediction=prediction,
-        predictor={} if predictor is None else predictor.tag(),
+        predictor={} if predictor is None else {**predictor.tag(), "early": early_layers(lookahead, early)},
         issue=issue,
         group=group,
         vram_bytes=vram_bytes,
@@ -104,6 +110,28 @@ def make_plan(
         trace=trace.fingerprint,
         weights=trace.meta.get("weights", ""),
     )
+
+
+def _held(early: str, lookahead: int, predictor: Predictors | None) -> int:
+    """How many of the first layers stay resident as they cannot be predicted ahead."""
+    if early not in EARLY:
+        raise InputError(f"early {early!r} is not one of {', '.join(EARLY)}")
+    if early == "predicted":
+        return 0
+    if predictor is None:
+        raise InputError(
+            f"early is {early!r}, but there is no trained predictor that looks ahead; give --predictor DIR or leave "
+            "--early out"
+        )
+    return lookahead
+
+
+def _check_held(held: int, spec: ModelSpec, capacity: int) -> None:
+    if held * spec.neurons > capacity:
+        raise InputError(
+            f"early layers 0 to {held - 1} have {held * spec.neurons:,} neurons that are to stay resident, the budget "
+            f"holds {capacity:,}; raise --vram or plan with --early predicted"
+        )
 
 
 def _spec_of(trace: Trace, spec: ModelSpec | None) -> ModelSpec:
