@@ -565,14 +565,15 @@ def run(
 )
 def quality(
     plan: Annotated[Path, typer.Argument(help="plan file", show_default=False)],
-    model: Annotated[str, typer.Option(help="model directory, .gguf, smollm2 or hub name")],
+    model: Annotated[str, typer.Option(help="model directory, .gguf, smollm2, smollm2-relu or hub name")],
     text: Annotated[Path, typer.Option(help="UTF-8 text to score")],
+    predictor: PredictorOption = None,
     tokens: Annotated[int, typer.Option(help="score the text's first tokens, at most so many")] = 4096,
     block: Annotated[int, typer.Option(help="tokens of a block; each starts from an empty context")] = 256,
     device: Annotated[str, typer.Option(help="cuda, or cpu to emulate the GPU")] = "cuda",
     output: Form = None,
 ) -> None:
-    """Perplexity and next-token agreement of a text: dense, at the plan's thresholds, and as it decodes."""
+    """Perplexity and next-token agreement of a text: dense, sparse, with balanced thresholds, with predicted sets."""
     from dinfer.exec.execute import Session, open_device
     from dinfer.exec.quality import quality as measure
     from dinfer.exec.quality import quality_table, read_text, text_blocks, ways_of
@@ -580,11 +581,12 @@ def quality(
     from dinfer.record.fetch import resolve_model
     from dinfer.report import print_table, progress
 
-    read, words = Plan.load(plan), read_text(text)
+    read, words, trained = Plan.load(plan), read_text(text), _predictor(predictor)
+    read.check_predictor(None if trained is None else trained.fingerprint())
     open_device(device)
     directory = resolve_model(model)
     blocks = text_blocks(directory, words, block, tokens)
-    with Session(read, directory, device) as session, progress("scoring", "blocks") as at:
+    with Session(read, directory, device, predictor=trained) as session, progress("scoring", "blocks") as at:
         found = measure(session, blocks, ways_of(read), at)
     print_table(quality_table(found), output, title=f"{read.spec.name}: {text.name} in blocks of {block} tokens")
 

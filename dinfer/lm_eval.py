@@ -13,8 +13,9 @@ import torch
 
 from dinfer.errors import InputError
 from dinfer.exec.execute import Session
-from dinfer.exec.quality import Scorer, ways_of
+from dinfer.exec.quality import Scorer, check_ways, ways_of
 from dinfer.plan import Plan
+from dinfer.predictors import Predictors
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -28,10 +29,11 @@ except ImportError:
 class Harness(TemplateLM):
     """The plan's model as the harness asks it: log likelihoods of texts, and greedy continuations.
 
-    ``way`` is one of exec.quality.WAYS, by default the last that the plan has: as it decodes. Texts longer than the
-    plan's context lose their beginning. Log likelihoods are computed one text at a time, so that the harness's batch
-    size has no effect; continuations are always decoded as the plan says. Raises InputError for a way that the plan
-    does not have.
+    ``way`` is one of exec.quality.WAYS, by default the last that the plan has: as it decodes; ``predictor`` is the
+    directory of the trained one that the plan names. Texts longer than the plan's context lose their beginning. Log
+    likelihoods are computed one text at a time, so that the harness's batch size has no effect; continuations are
+    always decoded as the plan says. Raises InputError for a way that the plan does not have, or for another predictor
+    than the plan's.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Harness(TemplateLM):
         model: str,
         way: str | None = None,
         device: str = "cpu",
+        predictor: str | None = None,
         batch_size: Any = None,
         max_batch_size: Any = None,
     ) -> None:
@@ -49,10 +52,10 @@ class Harness(TemplateLM):
 
         super().__init__()
         read, directory = Plan.load(plan), resolve_model(model)
+        trained = None if predictor is None else Predictors.load(predictor)
         self.way = way or ways_of(read)[-1]
-        if self.way not in ways_of(read):
-            raise InputError(f"way {self.way!r} is not one of {', '.join(ways_of(read))}, those of this plan")
-        self.session = Session(read, directory, device)
+        self.session = Session(read, directory, device, predictor=trained)
+        check_ways(self.session, [self.way])
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         self.max_length = read.context
         self.scorer: Scorer | None = None
@@ -128,7 +131,8 @@ class Harness(TemplateLM):
 
     def _scored(self, scorer: Scorer, context: list[int], continuation: list[int]) -> tuple[float, bool]:
         ids = (context + continuation)[-(self.max_length + 1) :]
-        rows = torch.log_softmax(scorer.logits(ids[:-1], self.way)[-len(continuation) :], dim=-1)
+        prompt = max(1, len(ids) - len(continuation))
+        rows = torch.log_softmax(scorer.logits(ids[:-1], self.way, prompt)[-len(continuation) :], dim=-1)
         wanted = torch.tensor(continuation, device=rows.device)
         likelihood = rows.gather(1, wanted[:, None]).sum()
         return float(likelihood), bool((rows.argmax(dim=1) == wanted).all())

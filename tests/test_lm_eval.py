@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from test_execute import make_plan
 
 from dinfer.errors import InputError
@@ -111,6 +112,31 @@ def test_a_way_that_the_plan_lacks_is_refused(home):
     message = "way 'dynamic' is not one of dense, sparse, those of this plan"
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         Harness(str(home / "dense.json"), str(home / "model"), way="dynamic")
+
+
+def test_a_plan_with_a_predictor_answers_by_predicted_sets(home):
+    """What the harness sees is what the scorer says of the predicted way; without its predictor a plan is refused."""
+    from test_quality import half_predictors, predicted_plan
+
+    from dinfer.exec import Session
+    from dinfer.exec.quality import Scorer
+    from dinfer.lm_eval import Harness
+
+    predictors = half_predictors(home / "model")
+    predictors.save(home / "predictor")
+    plan = predicted_plan(home / "model", predictors, context=256)
+    plan.save(home / "predicted.json")
+    harness = Harness(str(home / "predicted.json"), str(home / "model"), predictor=str(home / "predictor"))
+    assert harness.way == "predicted"
+    ids = list(b"The river froze.")
+    ((likelihood, _),) = harness._loglikelihood_tokens([(None, ids[:10], ids[10:])])
+    with Session(plan, home / "model", "cpu", predictor=predictors) as session:
+        scorer = Scorer(session)
+        rows = scorer.logits(ids[:-1], "predicted", prompt=10).log_softmax(dim=-1)[9:]
+        scorer.close()
+    assert likelihood == pytest.approx(float(rows.gather(1, torch.tensor(ids[10:])[:, None]).sum()), rel=1e-5)
+    with pytest.raises(InputError, match="^plan predicts by predictor [0-9a-f]{16}, none is given; give --predictor"):
+        Harness(str(home / "predicted.json"), str(home / "model"))
 
 
 @pytest.mark.slow

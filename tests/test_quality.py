@@ -1,21 +1,29 @@
 """Quality figures against transformers, textbook formulas and token-by-token decoding; the refusals of bad texts.
 Everything runs on tiny random models."""
 
+import json
 import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import binomtest
+from test_cli import PROMPTS, dinfer, refused, save_tokenizer
 from test_execute import make_plan
 from transformers import AutoModelForCausalLM
 
 from dinfer.errors import InputError
 from dinfer.exec import Session
-from dinfer.exec.decode import decode_token
+from dinfer.exec.decode import decode_token, end_token
+from dinfer.exec.prefill import prefill
 from dinfer.exec.quality import Quality, Scorer, quality, quality_table, read_text, text_blocks, ways_of, wilson
-from dinfer.record.generate import load, thresholded
+from dinfer.families import open_checkpoint
+from dinfer.plan import early_layers
+from dinfer.predictors import Predictors
+from dinfer.record.generate import listening, load, thresholded
+from dinfer.record.restricted import restricted
 
 BLOCKS = np.random.default_rng(11).integers(3, 256, (6, 24))
 MEDIAN = (0.02, 0.02, 0.02, 0.02)
@@ -52,7 +60,8 @@ def test_the_sparse_way_is_transformers_with_thresholds(tiny_models):
     with Session(plan, directory, "cpu") as session:
         found = quality(session, BLOCKS, ways_of(plan))
     assert [one.way for one in found] == ["dense", "sparse"]
-    sparse = found[1]
+    dense, sparse = found
+    assert dense.computed_share == 1
     for number, block in enumerate(BLOCKS):
         given, dense = (
             torch.log_softmax(transformers_logits(directory, block, thresholds)[:-1].double(), dim=-1)
@@ -79,10 +88,124 @@ def test_whole_texts_score_as_decoding_does(tiny_models):
     assert (at_once - one_by_one).norm() / one_by_one.norm() < 1e-4
 
 
-def test_relu_models_have_one_exact_way(tiny_models):
+@pytest.mark.parametrize("name", ["llama-relu", "opt"])
+def test_gates_first_a_relu_model_computes_the_same_of_fewer_neurons(tiny_models, name):
+    plan = make_plan(tiny_models[name], 80)
+    with Session(plan, tiny_models[name], "cpu") as session:
+        dense, sparse = quality(session, BLOCKS, ways_of(plan))
+    assert np.allclose(sparse.loss, dense.loss, atol=1e-4)
+    assert np.abs(sparse.divergence).max() < 1e-5
+    assert sparse.agrees.mean() > 0.99
+    assert dense.computed_share == 1
+    active: list[torch.Tensor] = []
+    loaded = load(tiny_models[name])
+    with torch.inference_mode(), listening(loaded, lambda layer, hidden, gate, value: active.append(gate > 0)):
+        for block in BLOCKS:
+            loaded.model(input_ids=torch.from_numpy(block)[None], use_cache=False)
+    assert sparse.computed_share == pytest.approx(float(torch.cat(active).float().mean()), abs=1e-3)
+    assert 0.2 < sparse.computed_share < 0.8
+
+
+def test_which_ways_a_plan_has(tiny_models):
     plan = make_plan(tiny_models["llama-relu"], 80)
-    assert ways_of(plan) == ("dense",)
-    assert ways_of(replace(plan, activation="predicted")) == ("dense", "dynamic")
+    assert ways_of(plan) == ("dense", "sparse")
+    assert ways_of(replace(plan, activation="predicted")) == ("dense", "sparse", "predicted")
+
+
+def half_predictors(directory, lookahead: int = 1) -> Predictors:
+    """Untrained: half of the neurons by random maps of rank 6."""
+    spec, draw = open_checkpoint(directory).spec, np.random.default_rng(4).standard_normal
+    shapes = {"first": (spec.hidden, 6), "second": (6, spec.neurons), "bias": (spec.neurons,)}
+    parts = {k: [draw(shape).astype(np.float16) for _ in range(spec.layers)] for k, shape in shapes.items()}
+    activity = MEDIAN if spec.sparsity_kind == "magnitude" else ()
+    chance = np.full(spec.layers, 0.5, np.float32)
+    return Predictors(spec=spec, lookahead=lookahead, thresholds=chance, activity=activity, **parts)
+
+
+def predicted_plan(directory, predictors: Predictors, **changes):
+    silu = predictors.spec.sparsity_kind == "magnitude"
+    settings = {"activation": "predicted", "prediction": "trained", "predictor": predictors.tag()}
+    settings |= {"lookahead": predictors.lookahead, "thresholds": MEDIAN if silu else ()}
+    return make_plan(directory, 60, **settings | changes)
+
+
+@pytest.mark.parametrize("name", ["llama-silu", "llama-relu", "opt"])
+def test_the_predicted_way_is_transformers_restricted_to_the_predicted(tiny_models, name):
+    directory = tiny_models[name]
+    predictors = half_predictors(directory)
+    plan = predicted_plan(directory, predictors)
+    with Session(plan, directory, "cpu", predictor=predictors) as session:
+        found = quality(session, BLOCKS, ways_of(plan))
+    assert [one.way for one in found] == ["dense", "sparse", "predicted"]
+    loaded, predicted = load(directory), found[2]
+    for number, block in enumerate(BLOCKS):
+        with torch.inference_mode(), restricted(loaded, predictors, dense=1):
+            logits = loaded.model(input_ids=torch.from_numpy(block)[None], use_cache=False).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(block[1:]), reduction="none")
+        assert np.allclose(predicted.loss[number], loss, atol=1e-4)
+    assert 0.3 < predicted.computed_share < 0.7
+    assert predicted.divergence.mean() > found[1].divergence.mean()
+
+
+@pytest.mark.parametrize("cache", ["static", "lru"])
+@pytest.mark.parametrize("early", ["predicted", "resident"])
+def test_whole_texts_score_as_predicted_decoding_does(tiny_models, cache, early):
+    directory = tiny_models["llama-silu"]
+    predictors = half_predictors(directory)
+    slots = 160 * (np.arange(4) == 0) if early == "resident" else 0
+    tag = {**predictors.tag(), "early": early_layers(1, early)}
+    changes = {"cache": {"name": cache}, "window": 9, "predictor": tag}
+    placed = make_plan(directory, np.maximum(60, slots)).placement
+    plan = replace(predicted_plan(directory, predictors), placement=placed, **changes)
+    with Session(plan, directory, "cpu", predictor=predictors) as session:
+        scorer = Scorer(session)
+        at_once, one_by_one = scorer.logits(BLOCKS[0], "predicted", prompt=5)[5:], []
+        prefill(scorer.run, 0, BLOCKS[0][:5].tolist())
+        for position, token in enumerate(BLOCKS[0][5:], start=5):
+            one_by_one.append(decode_token(scorer.run, [int(token)], [position])[0])
+            end_token(scorer.run)
+        scorer.close()
+    assert (at_once - torch.stack(one_by_one)).norm() / at_once.norm() < 1e-4
+
+
+def test_another_model_can_be_the_reference(tiny_models):
+    # a model against itself is against its own dense way; of another one the loss stays, what it is compared with not
+    plans = {name: make_plan(tiny_models[name], 80) for name in ("llama-relu", "opt")}
+    with (
+        Session(plans["llama-relu"], tiny_models["llama-relu"], "cpu") as session,
+        Session(plans["llama-relu"], tiny_models["llama-relu"], "cpu") as same,
+        Session(plans["opt"], tiny_models["opt"], "cpu") as other,
+    ):
+        alone = quality(session, BLOCKS)[:1]
+        (itself,) = quality(session, BLOCKS, ["dense"], reference=same)
+        (against,) = quality(session, BLOCKS, ["dense"], reference=other)
+        (others,) = quality(other, BLOCKS, ["dense"])
+        with refuses("reference opt has 256 tokens, llama-relu 250; give one with the same tokenizer"):
+            session.plan = replace(session.plan, spec=replace(session.plan.spec, vocab=250))
+            quality(session, BLOCKS, ["dense"], reference=other)
+    assert np.allclose(itself.loss, alone[0].loss)
+    assert np.allclose(itself.dense_loss, alone[0].loss)
+    assert np.allclose(against.loss, alone[0].loss)
+    assert np.allclose(against.dense_loss, others.loss)
+    assert (against.divergence > 0).all()
+
+
+def test_ways_that_a_plan_has_not_are_refused(tiny_models):
+    directory = tiny_models["llama-relu"]
+    predictors = half_predictors(directory)
+    with Session(make_plan(directory, 80), directory, "cpu") as session:
+        for way in ("dynamic", "predicted", "fast"):
+            with refuses(f"way {way!r} is not one of dense, sparse, those of this plan"):
+                quality(session, BLOCKS, [way])
+    with Session(make_plan(directory, 80, activation="predicted"), directory, "cpu") as session:
+        with refuses(
+            "plan predicts by 'previous', which says nothing of a text; plan with a trained --predictor DIR, or with "
+            "--activation exact"
+        ):
+            quality(session, BLOCKS)
+    mark = predictors.fingerprint()
+    with refuses(f"plan predicts by predictor {mark}, none is given; give --predictor DIR with that one"):
+        Session(predicted_plan(directory, predictors), directory, "cpu")
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (10, 10), (7, 10), (813, 1000)])
@@ -137,3 +260,40 @@ def test_bad_texts_are_refused(tiny_models, tmp_path):
         read_text(tmp_path / "bytes")
     with refuses("tokens is 10 and block 8; there must be 2 blocks of at least 2 tokens for an interval"):
         text_blocks(tmp_path, "words", 8, 10)
+
+
+@pytest.fixture
+def home(tiny_models, tmp_path):
+    """A directory with model/ (words as tokens), text, predictor/, predicted.json and exact.json."""
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_models["llama-silu"], directory)
+    save_tokenizer(directory)
+    (tmp_path / "text").write_text(" ".join(PROMPTS * 4))
+    predictors = half_predictors(directory)
+    predictors.save(tmp_path / "predictor")
+    predicted_plan(directory, predictors).save(tmp_path / "predicted.json")
+    make_plan(directory, 60, thresholds=MEDIAN).save(tmp_path / "exact.json")
+    return tmp_path
+
+
+def scoring(home, plan: str, *more) -> list:
+    command = ["quality", home / plan, "--model", home / "model", "--text", home / "text", "--device", "cpu"]
+    return [*command, "--block", "16", *more]
+
+
+def test_the_command_line_scores_predicted_sets(home):
+    out, _ = dinfer(*scoring(home, "predicted.json", "--predictor", home / "predictor", "-o", "json"))
+    rows = json.loads(out)
+    assert [row["way"] for row in rows] == ["dense", "sparse", "predicted"]
+    assert rows[2]["divergence"] > rows[1]["divergence"] > 0
+    assert rows[2]["computed_share"] == pytest.approx(0.5, abs=0.2)
+
+
+def test_the_command_line_refuses_what_does_not_fit_at_the_door(home):
+    mark = Predictors.load(home / "predictor").fingerprint()
+    expected = f"plan predicts by predictor {mark}, none is given; give --predictor DIR with that one"
+    assert refused(*scoring(home, "predicted.json")) == expected
+    expected = "plan predicts by 'previous' and takes no predictor; leave --predictor out"
+    assert refused(*scoring(home, "exact.json", "--predictor", home / "predictor")) == expected
+    expected = f"{home / 'no'} is no predictor: it lacks predictor.json; train one with `dinfer train-predictor`"
+    assert refused(*scoring(home, "predicted.json", "--predictor", home / "no")) == expected

@@ -39,7 +39,7 @@ def ffn(
     compute (None: all). The values [tokens, picked] are 0 where a neuron is inactive: its gate is at most
     ``spec.gate_threshold`` (ReLU kinds), or its value's magnitude at most ``value_threshold`` (magnitude kinds, where
     the threshold is above 0), one for all or [neuron], or the magnitude of its activation at most ``gate_threshold``
-    [neuron].
+    [neuron] or [tokens, neuron].
     """
     if picked is not None:
         rows, up_bias = rows[picked], None if up_bias is None else up_bias[picked]
@@ -63,7 +63,7 @@ def _quantised_ffn(
     for start in range(0, rows.shape[0], CHUNK):
         part = slice(start, start + CHUNK)
         bias, value, gate = (
-            each[part] if isinstance(each, torch.Tensor) else each
+            each[..., part] if isinstance(each, torch.Tensor) else each
             for each in (up_bias, value_threshold, gate_threshold)
         )
         floats = dequantise(rows[part], spec.dtype, x.dtype)

@@ -36,13 +36,16 @@ class LivePredictor:
 
     def predicted(self, layer: int, hidden: torch.Tensor) -> np.ndarray:
         """Words uint64 of the set predicted for ``layer`` from ``hidden`` [sequence, hidden]; of a batch the union."""
+        return bits.pack(self.chosen(layer, hidden).any(dim=0).cpu().numpy())
+
+    def chosen(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Who is predicted for ``layer``, bool [row, neuron], from each row of ``hidden`` [row, hidden]."""
         first, second, bias = self.layers[layer]
         if self.stored:
             first, second = first * self.scales[layer][0], second * self.scales[layer][1]
         rows = hidden.float()
         rows = (rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + 1e-6)).to(self.dtype)
-        chosen = torch.addmm(bias, rows @ first, second) >= self.cuts[layer]
-        return bits.pack(chosen.any(dim=0).cpu().numpy())
+        return torch.addmm(bias, rows @ first, second) >= self.cuts[layer]
 
 
 def measure_predict(spec: ModelSpec, device: torch.device, repeats: int = 40) -> tuple[float, float]:

@@ -18,10 +18,12 @@ from dinfer.errors import InputError
 from dinfer.exec import kernels_gpu
 from dinfer.exec.decode import Running, decode_token, end_token
 from dinfer.exec.execute import Session
+from dinfer.exec.kernels_cpu import ffn_cpu
 from dinfer.plan import Plan
 
-WAYS = ("dense", "sparse", "dynamic")
-"""All neurons; those above the plan's one threshold a layer; those that the plan's decoding computes."""
+WAYS = ("dense", "sparse", "dynamic", "predicted")
+"""All neurons; those above the plan's one threshold a layer; those above the balanced thresholds of each side; the
+predicted ones. Of a plan the last that it has is how it decodes."""
 
 RESAMPLES = 2000
 """Bootstrap samples of blocks behind an interval."""
@@ -36,7 +38,8 @@ class Quality:
 
     ``loss`` and ``dense_loss`` float64: negative log likelihood of the text's token in nats; ``agrees`` bool: the
     likeliest token is the dense model's; ``divergence`` float64: KL(dense || way) in nats; ``computed_share``: of
-    all neurons, how many were computed.
+    all neurons, how many were above the thresholds, or predicted. Dense is another model's where one was given as the
+    reference.
     """
 
     way: str
@@ -82,7 +85,9 @@ def wilson(successes: int, trials: int) -> tuple[float, float, float]:
 class Scorer:
     """Logits of whole texts as ``session`` computes them in one of WAYS; ``close`` ends its threads.
 
-    ``computed`` counts [way] the neurons computed so far, ``positions`` [way] the token-layers.
+    ReLU kinds compute the sparse way with the CPU's kernel, which reads gates first and the rest of the active neurons
+    only; it and the dense way are one function, computed differently. ``computed`` counts [way] the neurons computed
+    so far, ``positions`` [way] the token-layers.
     """
 
     def __init__(self, session: Session) -> None:
@@ -90,17 +95,23 @@ class Scorer:
         self.computed = dict.fromkeys(WAYS, 0)
         self.positions = dict.fromkeys(WAYS, 0)
 
-    def logits(self, ids: Sequence[int] | np.ndarray, way: str) -> torch.Tensor:
-        """float32 [token, vocab] after each of ``ids``, from an empty context; at most the plan's context."""
-        if way == "dynamic" and not computed_at_once(self.run.plan):
+    def logits(self, ids: Sequence[int] | np.ndarray, way: str, prompt: int = 1) -> torch.Tensor:
+        """float32 [token, vocab] after each of ``ids``, from an empty context; at most the plan's context.
+
+        Nothing is predicted of the first ``prompt`` tokens, as in a run, whose prompt is not: predictors have not
+        learnt a text's first token, whose residual is some hundred times the others'.
+        """
+        if way == "dynamic" and self.run.policy.moves:
             return self._decoded(ids)
         run = self.run
+        residuals: list[torch.Tensor] = []
         chunk = torch.as_tensor(ids, device=run.device)
         hidden = run.family.embed(run.dense, chunk, [0])
         for layer in range(run.plan.spec.layers):
             hidden = run.family.attention(run.dense, layer, hidden, [run.kv[layer][0]], [0])
             x = run.family.ffn_input(run.dense, layer, hidden).to(run.bank.host.device)
-            hidden = hidden + self._ffn(layer, x, way).to(hidden.device)
+            residuals.append(hidden)
+            hidden = hidden + self._ffn(layer, x, way, residuals, prompt).to(hidden.device)
             if run.bank.down_bias is not None:
                 hidden = hidden + run.bank.down_bias[layer]
         return run.family.head(run.dense, hidden).float()
@@ -109,17 +120,40 @@ class Scorer:
         """End the threads."""
         self.run.close()
 
-    def _ffn(self, layer: int, x: torch.Tensor, way: str) -> torch.Tensor:
+    def _ffn(
+        self, layer: int, x: torch.Tensor, way: str, residuals: list[torch.Tensor], prompt: int
+    ) -> torch.Tensor:
+        """Partial sums [token, hidden] of one layer; ``residuals`` [token, hidden] are those of the layers so far."""
         run = self.run
+        self.positions[way] += len(x) if way != "predicted" else max(0, len(x) - prompt)
+        if way == "sparse" and run.plan.spec.sparsity_kind == "relu":
+            return self._gates_first(layer, x)
         bias = None if run.bank.up_bias is None else run.bank.up_bias[layer].to(x.dtype)
-        threshold = thresholds_of(run, layer, way)
-        gate = gate_thresholds_of(run, layer) if way == "dynamic" else None
+        gate = None
+        if way == "dynamic":
+            gate = gate_thresholds_of(run, layer)
+        elif way == "predicted":
+            chosen = predicted_for(run, layer, residuals).to(x.device)
+            self.computed[way] += int(chosen[prompt:].count_nonzero())
+            chosen[:prompt] = True
+            gate = torch.where(chosen, -1.0, torch.inf)
         total, values = kernels_gpu.ffn(
-            run.bank.host[layer], x, run.plan.spec, bias, threshold, gate_threshold=gate
+            run.bank.host[layer], x, run.plan.spec, bias, thresholds_of(run, layer, way), gate_threshold=gate
         )
-        self.computed[way] += int(values.count_nonzero())
-        self.positions[way] += len(x)
+        if way != "predicted":
+            self.computed[way] += values.numel() if way == "dense" else int(values.count_nonzero())
         return total
+
+    def _gates_first(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """All neurons token by token as the CPU's part of a run computes them."""
+        run, rows = self.run, x.float().numpy()
+        ids, total = np.arange(run.bank.neurons, dtype=np.int32), np.zeros(rows.shape, np.float32)
+        values, bias = np.empty(len(ids), np.float32), None if run.workers.biases is None else run.workers.biases[layer]
+        for row, out in zip(rows, total, strict=True):
+            self.computed["sparse"] += ffn_cpu(
+                run.plan.spec, run.workers.rows[layer], row, ids, out, values, run.workers.thresholds[layer], bias
+            )
+        return torch.from_numpy(total).to(x.dtype)
 
     def _decoded(self, ids: Sequence[int] | np.ndarray) -> torch.Tensor:
         """Token by token, as a live run does: predictions and residency move on."""
@@ -136,16 +170,11 @@ class Scorer:
         return torch.stack(rows)
 
 
-def computed_at_once(plan: Plan) -> bool:
-    """Whether which neurons a token computes depends on no token before it: whole texts can then be scored at once."""
-    return plan.activation == "exact" and not plan.policy.moves
-
-
 def thresholds_of(run: Running, layer: int, way: str) -> float | torch.Tensor:
     """What a neuron's value must exceed: one number for all, or of each side float32 [neuron]."""
     if way == "dense":
         return 0.0
-    if way == "sparse" or run.plan.levels is None:
+    if way != "dynamic" or run.plan.levels is None:
         return float(run.value_thresholds[layer])
     return torch.where(_resident(run, layer), float(run.gpu_thresholds[layer]), float(run.workers.thresholds[layer]))
 
@@ -153,6 +182,14 @@ def thresholds_of(run: Running, layer: int, way: str) -> float | torch.Tensor:
 def gate_thresholds_of(run: Running, layer: int) -> torch.Tensor:
     """What the magnitude of act(gate) must exceed on the CPU: float32 [neuron], -1 for residents."""
     return torch.where(_resident(run, layer), -1.0, float(run.workers.gate_thresholds[layer]) or -1.0)
+
+
+def predicted_for(run: Running, layer: int, residuals: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Who is computed of ``layer``, bool [token, neuron], by the residuals [token, hidden] of the layers up to it."""
+    if run.held[layer]:
+        return torch.ones(len(residuals[0]), run.bank.neurons, dtype=torch.bool)
+    assert run.predictor is not None
+    return run.predictor.chosen(layer, residuals[max(0, layer - run.plan.lookahead)])
 
 
 def _resident(run: Running, layer: int) -> torch.Tensor:
@@ -163,14 +200,20 @@ def _resident(run: Running, layer: int) -> torch.Tensor:
 def quality(
     session: Session,
     blocks: np.ndarray,
-    ways: Sequence[str] = WAYS,
+    ways: Sequence[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    reference: Session | None = None,
 ) -> list[Quality]:
-    """Score the texts ``blocks`` int [block, token], each from an empty context, in each of ``ways``.
+    """Score the texts ``blocks`` int [block, token], each from an empty context, in each of ``ways``, by default
+    all that the plan has.
 
+    What they are compared with is the dense way of ``reference``, another model of the same tokens, or of ``session``.
     ``progress`` is called with (blocks done, blocks). Raises InputError for fewer than 2 blocks, blocks of fewer
-    than 2 tokens, or blocks longer than the plan's context.
+    than 2 tokens, or blocks longer than the plan's context, for ways that the plan has not, or a reference with other
+    tokens.
     """
+    ways = ways_of(session.plan) if ways is None else ways
+    check_ways(session, ways)
     count, length = blocks.shape
     if count < 2 or length < 2:
         raise InputError(f"text gives {count} blocks of {length} tokens; at least 2 of 2 are needed for an interval")
@@ -179,17 +222,26 @@ def quality(
             f"blocks have {length} tokens, the plan's KV cache holds {session.plan.context}; lower --block or plan "
             f"with --context {length}"
         )
+    if reference is not None and reference.plan.spec.vocab != session.plan.spec.vocab:
+        raise InputError(
+            f"reference {reference.plan.spec.name} has {reference.plan.spec.vocab} tokens, {session.plan.spec.name} "
+            f"{session.plan.spec.vocab}; give one with the same tokenizer"
+        )
     figures: dict[str, list[tuple[np.ndarray, ...]]] = {way: [] for way in ways}
     scorer = Scorer(session)
+    other = scorer if reference is None else Scorer(reference)
     try:
         for number, block in enumerate(blocks):
-            reference = _log_likelihoods(scorer, block, "dense")
+            dense = _log_likelihoods(other, block, "dense")
             for way in ways:
-                figures[way].append(_compared(scorer, block, way, reference))
+                given = dense if way == "dense" and other is scorer else _log_likelihoods(scorer, block, way)
+                figures[way].append(_compared(block, given, dense))
             if progress:
                 progress(number + 1, count)
     finally:
         scorer.close()
+        if other is not scorer:
+            other.close()
     return [_gathered(way, figures[way], _share(scorer, way)) for way in ways]
 
 
@@ -202,9 +254,8 @@ def _log_likelihoods(scorer: Scorer, block: np.ndarray, way: str) -> torch.Tenso
     return torch.log_softmax(scorer.logits(block, way)[:-1].cpu(), dim=-1)
 
 
-def _compared(scorer: Scorer, block: np.ndarray, way: str, reference: torch.Tensor) -> tuple[np.ndarray, ...]:
-    """loss, dense loss, agrees and divergence of one block: [token] each."""
-    given = reference if way == "dense" else _log_likelihoods(scorer, block, way)
+def _compared(block: np.ndarray, given: torch.Tensor, reference: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """loss, dense loss, agrees and divergence of one block, [token] each, from log likelihoods [token, vocab]."""
     following = torch.from_numpy(np.asarray(block[1:], np.int64))[:, None]
     loss, dense_loss = (-rows.gather(1, following)[:, 0].double().numpy() for rows in (given, reference))
     agrees = (given.argmax(dim=1) == reference.argmax(dim=1)).numpy()
@@ -222,10 +273,22 @@ def quality_table(found: Sequence[Quality]) -> pd.DataFrame:
 
 
 def ways_of(plan: Plan) -> tuple[str, ...]:
-    """The ways in which ``plan`` can compute that differ: dense always."""
-    sparse = plan.spec.sparsity_kind == "magnitude"
-    dynamic = plan.activation == "predicted" or plan.levels is not None
-    return ("dense", *("sparse",) * sparse, *("dynamic",) * dynamic)
+    """The ways in which ``plan`` can compute: dense and sparse always, the last is how it decodes."""
+    dynamic, predicted = plan.levels is not None, plan.activation == "predicted"
+    return ("dense", "sparse", *("dynamic",) * dynamic, *("predicted",) * predicted)
+
+
+def check_ways(session: Session, ways: Sequence[str]) -> None:
+    """Raise InputError for a way that the session's plan does not have, or that predicts without a predictor."""
+    plan = session.plan
+    for way in ways:
+        if way not in ways_of(plan):
+            raise InputError(f"way {way!r} is not one of {', '.join(ways_of(plan))}, those of this plan")
+    if "predicted" in ways and session.predictor is None:
+        raise InputError(
+            f"plan predicts by {plan.prediction!r}, which says nothing of a text; plan with a trained --predictor DIR, "
+            "or with --activation exact"
+        )
 
 
 def read_text(path: str | Path) -> str:

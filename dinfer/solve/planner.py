@@ -58,9 +58,9 @@ def make_plan(
     predict ``lookahead`` layers ahead: with "resident" all of their neurons stay on the GPU. The
     other arguments are those of Plan; ``window`` bounds one prefetch and is not the solver's. When
     everything fits, every neuron is resident whatever the solver, with a PlanWarning.
-    ``threshold`` is one of THRESHOLDS; balanced ones are made from the trace's scores and contributions. Raises InputError for a budget
-    below the dense part, an empty trace, a trace of another model, or one of a magnitude kind
-    without thresholds.
+    ``threshold`` is one of THRESHOLDS; balanced ones are made from the trace's scores and
+    contributions. Raises InputError for a budget below the dense part, an empty trace, a trace of
+    another model, or one of a magnitude kind without thresholds.
     """
     spec = _spec_of(trace, spec)
     thresholds = _thresholds(trace, spec)
