@@ -163,7 +163,8 @@ def record(
     tokens: Annotated[int, typer.Option(help="decode tokens to record")],
     out: Annotated[Path, typer.Option("-o", "--output", help="new trace directory")],
     sparsity: Annotated[
-        float | None, typer.Option(help="wanted share of inactive neurons of a SiLU or GELU model, 0.6 say")
+        float | None,
+        typer.Option(help="wanted share of inactive neurons, 0.6 say: needed of SiLU and GELU, raises a ReLU's own t"),
     ] = None,
     allocate: Annotated[
         str, typer.Option(help="how layers share the sparsity: uniform, or greedy, under one error of the model")
@@ -199,7 +200,7 @@ def record(
         )  # fmt: skip
     move_into_place(written, out)
     cost = trace.meta.get("calibration", {})
-    if trace.spec.sparsity_kind == "magnitude" and cost:
+    if cost and (trace.spec.sparsity_kind == "magnitude" or trace.spec.raised(trace.meta["thresholds"])):
         _note(
             f"thresholds leave {cost['sparsity']:.1%} of the neurons inactive; perplexity "
             f"{cost['perplexity_dense']:.2f} dense, {cost['perplexity_sparse']:.2f} with them; "

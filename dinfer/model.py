@@ -3,6 +3,7 @@
 import hashlib
 import json
 import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -91,8 +92,16 @@ class ModelSpec:
 
     @property
     def sparsity_kind(self) -> str:
-        """``relu``: inactive iff the gate is at most t. ``magnitude``: inactive iff |act(gate) * up| is at most t."""
+        """``relu``: inactive iff the gate is at most t. ``magnitude``: inactive iff |act(gate) * up| is at most t.
+
+        A ReLU kind has a t of its own, ``gate_threshold``, which a plan may raise; a magnitude kind has the plan's.
+        """
         return ACTIVATIONS[self.activation]
+
+    def raised(self, thresholds: Iterable[float]) -> bool:
+        """Whether ``thresholds`` [layer] are those of a ReLU kind and above the model's own ``gate_threshold``."""
+        own = self.gate_threshold * (1 + 1e-6)  # as float32 or not
+        return self.sparsity_kind == "relu" and any(value > own for value in thresholds)
 
     @property
     def examined_share(self) -> float:

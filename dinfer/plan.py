@@ -49,9 +49,10 @@ class Plan:
     ``issue``: how a prefetch moves (machine.ISSUES); with ``copy``, one copy takes ``group`` neurons.
     ``vram_bytes`` is the whole GPU budget, ``memory`` its breakdown in bytes by term, ``context`` the tokens
     that the KV cache holds of each of ``batch`` sequences decoded together. ``thresholds`` [layer]: values of magnitude
-    kinds at most this large are inactive (0: none); ``threshold`` names how they are used: ``fixed`` on both sides, or
-    ``balanced``, with the ``levels`` of each side among which the believed costs choose. ``frequency`` float32 [layer,
-    neuron] is the offline history that caches start from. ``weights`` is the checkpoint's fingerprint, empty for a plan
+    kinds at most this large are inactive (0: none), and gates of ReLU kinds, where it raises the model's own;
+    ``threshold`` names how they are used: ``fixed`` on both sides, or ``balanced``, with the ``levels`` of each side
+    among which the believed costs choose. ``frequency`` float32 [layer, neuron] is the offline history that caches
+    start from. ``weights`` is the checkpoint's fingerprint, empty for a plan
     that is not bound to weights.
     """
 
@@ -99,8 +100,12 @@ class Plan:
             raise InputError(f"batch is {self.batch} sequences; it must be between 1 and {MOST_SEQUENCES}")
         if len(self.thresholds) not in (0, self.spec.layers):
             raise InputError(f"thresholds has {len(self.thresholds)} values for {self.spec.layers} layers")
-        if self.thresholds and any(self.thresholds) and self.spec.sparsity_kind == "relu":
-            raise InputError(f"{self.spec.name} is a ReLU model and takes no magnitude thresholds; leave them out")
+        own = self.spec.gate_threshold
+        if self.thresholds and self.spec.sparsity_kind == "relu" and min(self.thresholds) < own:
+            raise InputError(
+                f"thresholds has {min(self.thresholds):g}, but {self.spec.name} is a ReLU model whose gates are 0 up "
+                f"to {own:g}; they can be raised only: give at least that, or leave them out"
+            )
         _one_of("threshold", self.threshold.get("name", ""), THRESHOLD_POLICIES)
         if (self.threshold["name"] == "balanced") != (self.levels is not None):
             raise InputError(f"threshold {self.threshold['name']!r} and levels do not belong together; plan again")
@@ -176,8 +181,9 @@ class Plan:
 
     @property
     def value_thresholds(self) -> np.ndarray:
-        """Magnitude thresholds float32 [layer], zeros when there are none."""
-        return np.array(self.thresholds or (0.0,) * self.spec.layers, np.float32)
+        """What a value, of ReLU kinds a gate, must exceed: float32 [layer]; the model's own when there are none."""
+        own = self.spec.gate_threshold if self.spec.sparsity_kind == "relu" else 0.0
+        return np.array(self.thresholds or (own,) * self.spec.layers, np.float32)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.fingerprint() == other.fingerprint()

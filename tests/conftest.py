@@ -1,5 +1,6 @@
 """Models that many tests share; Triton's interpreter where there is no GPU."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -31,6 +32,17 @@ def save_tiny(config, directory: Path) -> Path:
             spread = 0.2 if parameter.ndim == 1 else 0.6 / parameter.shape[-1] ** 0.5
             parameter.normal_(1.0 if "norm.weight" in name else 0.0, spread)
     model.save_pretrained(directory)
+    return directory
+
+
+def fatrelu(directory: Path, threshold: float = 0.4) -> Path:
+    """A tiny FATReLU model in ``directory``: a gate counts above ``threshold``."""
+    from transformers import LlamaConfig
+
+    save_tiny(LlamaConfig(**LLAMA, hidden_act="relu"), directory)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"model_type": "sparsellama", "hidden_act": "fatrelu", "hidden_act_param": threshold}
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 

@@ -28,12 +28,13 @@ WAYS = [
 KINDS = {
     "relu": ("relu", True, 0.0, 0.0),
     "fatrelu": ("fatrelu", True, 0.4, 0.0),
+    "raised": ("fatrelu", True, 0.4, 0.7),
     "drelu": ("drelu", True, 0.0, 0.0),
     "silu": ("silu", True, 0.0, 0.3),
     "gelu": ("gelu", True, 0.0, 0.0),
     "opt": ("relu", False, 0.0, 0.0),
 }
-"""Kind -> activation, gated, gate threshold, value threshold."""
+"""Kind -> activation, gated, gate threshold, the plan's threshold: of values, of a ReLU kind's gates."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -72,11 +73,12 @@ def reference(rows, x, spec, bias, threshold):
     values = {
         "silu": lambda: gate / (1 + torch.exp(-gate)),
         "gelu": lambda: gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))),
-    }.get(spec.activation, lambda: gate * (gate > spec.gate_threshold))()
+    }.get(spec.activation, lambda: gate * (gate > max(spec.gate_threshold, threshold)))()
     if spec.gated:
         up = x @ rows[:, 1].T
         values = values * (up.clamp(min=0) if spec.activation == "drelu" else up)
-    values = values * (values.abs() > threshold)
+    if spec.sparsity_kind == "magnitude":
+        values = values * (values.abs() > threshold)
     return values @ rows[:, -1], values
 
 

@@ -357,6 +357,9 @@ def test_a_plan_gives_policy_costs_and_thresholds():
     assert plan.policy == HotPredicted(lam=2.0)
     silu = replace(SPEC, activation="silu")
     assert replace(PLAN, spec=silu, thresholds=(0.5, 0.25)).value_thresholds.tolist() == [0.5, 0.25]
+    fat = replace(PLAN, spec=replace(SPEC, activation="fatrelu", gate_threshold=0.25))
+    assert fat.value_thresholds.tolist() == [0.25, 0.25]
+    assert replace(fat, thresholds=(0.5, 0.25)).value_thresholds.tolist() == [0.5, 0.25]
 
 
 # what is refused
@@ -461,8 +464,9 @@ def test_an_edited_field_is_found(saved, name, value):
         ("thresholds", [0.5], "thresholds has 1 values for 2 layers"),
         (
             "thresholds",
-            [0.5, 0.5],
-            "tiny is a ReLU model and takes no magnitude thresholds; leave them out",
+            [0.5, -0.5],
+            "thresholds has -0.5, but tiny is a ReLU model whose gates are 0 up to 0; they can be raised only: give at "
+            "least that, or leave them out",
         ),
         ("vram", "287B", "placement takes 288 B, its budget is 287 B; raise --vram"),
         (

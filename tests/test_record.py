@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from conftest import LLAMA, save_tiny
+from conftest import LLAMA, fatrelu, save_tiny
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dinfer import bits
@@ -110,10 +110,7 @@ def test_gated_relu_goes_by_its_gate(recorded, tiny_models):
 def test_fatrelu_counts_from_its_threshold(tmp_path):
     """ProSparse's FATReLU keeps a gate only above t:
     below it the neuron is inactive, and its value is exactly 0."""
-    directory = save_tiny(LlamaConfig(**LLAMA, hidden_act="relu"), tmp_path / "fat")
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"model_type": "sparsellama", "hidden_act": "fatrelu", "hidden_act_param": 0.4}
-    (directory / "config.json").write_text(json.dumps(config))
+    directory = fatrelu(tmp_path / "fat")
     trace = record(directory, PROMPTS, 10, tmp_path / "t", max_new_tokens=5)
     active = bits.unpack(trace.active, 160)
     assert trace.meta["thresholds"] == [pytest.approx(0.4)] * 4
@@ -345,10 +342,37 @@ def test_silu_without_threshold_is_refused(tiny_models, tmp_path):
     )
 
 
-def test_relu_with_threshold_is_refused(tiny_models, tmp_path):
-    """A ReLU model needs none, and a silent one would change what active means."""
-    assert refusal(tiny_models["opt"], PROMPTS, tmp_path / "t", sparsity=0.6) == (
-        "opt (relu): sparsity was given, but its neurons are active iff gate > 0; leave it out"
+@pytest.mark.parametrize("name", ["llama-relu", "opt", "fatrelu"])
+def test_a_wanted_sparsity_raises_a_relus_threshold(tiny_models, tmp_path, name):
+    """Active is then what is above the raised one, the score still counts from the model's own, and it costs."""
+    directory = fatrelu(tmp_path / "fat") if name == "fatrelu" else tiny_models[name]
+    own = 0.4 if name == "fatrelu" else 0.0
+    trace = record(directory, PROMPTS, 40, tmp_path / "t", sparsity=0.8, max_new_tokens=10)
+    thresholds, cost = np.array(trace.meta["thresholds"]), trace.meta["calibration"]
+    assert (thresholds > own).all()
+    assert trace.spec.raised(thresholds.tolist())
+    assert not trace.spec.raised([own] * 4)
+    assert cost["sparsity"] == pytest.approx(0.8, abs=0.05)
+    assert 1 - bits.unpack(trace.active, 160).mean() == pytest.approx(0.8, abs=0.05)
+    assert cost["perplexity_sparse"] != cost["perplexity_dense"]
+    assert min(cost["output_error"]) > 0.01
+    active = bits.unpack(trace.active, 160)
+    for layer in range(4):
+        scale = trace.meta["score_scale"][layer]
+        score = decode_levels(trace.score[:, layer], scale)
+        clear = np.abs(score / (thresholds[layer] - own) - 1) > 0.05
+        assert np.array_equal(active[:, layer][clear], (score > thresholds[layer] - own)[clear])
+        assert (trace.contribution[:, layer][~active[:, layer]] > 0).mean() > 0.03  # what the raised threshold drops
+
+
+def test_a_relus_threshold_is_not_lowered(tiny_models, tmp_path):
+    """Below its own the model has nothing."""
+    assert refusal(tiny_models["opt"], PROMPTS, tmp_path / "t", thresholds=[-0.1] * 4) == (
+        "opt (relu): thresholds has shape (4,); it must be 4 numbers of at least 0, one a layer"
+    )
+    assert refusal(fatrelu(tmp_path / "fat"), PROMPTS, tmp_path / "t", thresholds=[0.5, 0.5, 0.3, 0.5]) == (
+        "fat (fatrelu): thresholds has 0.3, but its gates are 0 up to 0.4; it can be raised only: give at least that, "
+        "or leave it out"
     )
 
 

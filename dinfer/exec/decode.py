@@ -121,7 +121,10 @@ class Running:
             levels = self.plan.levels.choose(self.costs)
             chosen = self.plan.levels.thresholds(levels)
             self.gpu_thresholds = chosen[:, 0]
-            self.workers.gate_thresholds = chosen[:, 1].tolist()
+            if self.plan.spec.sparsity_kind == "relu":  # its one threshold is the gate's
+                self.workers.thresholds = np.maximum(chosen[:, 1], self.value_thresholds).tolist()
+            else:
+                self.workers.gate_thresholds = chosen[:, 1].tolist()
             self.unread = self.plan.levels.unread(levels)
 
     def _compile(self) -> None:
@@ -333,13 +336,15 @@ def settle(run: Running, layer: int) -> None:
     """Learn from what was seen last: the next token's prediction, and the log of the work.
 
     Before the layer's neurons are swapped, which changes ``gpu_ids``. Where the GPU's threshold is lower than the
-    plan's, it computes neurons that are not active; those that the CPU leaves out by their gates are not known to be.
+    plan's, it computes neurons that are not active (of gated ReLU kinds their values do not tell, and they count as
+    active); those that the CPU leaves out by their gates are not known to be.
     """
     if (seen := run.seen.pop(layer, None)) is None:
         return
     active, values = np.zeros(run.plan.spec.words, np.uint64), largest(seen.gpu_values())
     on_gpu = np.count_nonzero(values)
-    if run.gpu_thresholds[layer] < run.value_thresholds[layer]:
+    told = run.plan.spec.sparsity_kind == "magnitude" or not run.plan.spec.gated
+    if told and run.gpu_thresholds[layer] < run.value_thresholds[layer]:
         values = np.where(np.abs(values) > run.value_thresholds[layer], values, 0)
     add_members(active, seen.gpu_ids, values)
     on_cpu = 0 if seen.partial is None else add_members(active, seen.partial.ids, largest(seen.partial.values))

@@ -148,7 +148,7 @@ def _rules(plan: Plan, stacked: Stacked) -> Rules:
         epsilon=stacked.epsilon,
         activation=ACTIVATION_CODES[spec.activation],
         predicted=dense or plan.activation == "predicted",
-        thresholds=np.full(spec.layers, spec.gate_threshold, np.float32) if relu else plan.value_thresholds,
+        thresholds=plan.value_thresholds,
         windows=np.array(spec.windows or (0,) * spec.layers, np.int64),
     )
 

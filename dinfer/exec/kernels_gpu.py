@@ -29,25 +29,26 @@ def ffn(
     x: torch.Tensor,
     spec: ModelSpec,
     up_bias: torch.Tensor | None,
-    value_threshold: float | torch.Tensor,
+    threshold: float | torch.Tensor,
     picked: torch.Tensor | None = None,
     gate_threshold: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial sum [tokens, hidden] of the neurons in ``rows`` [neuron, matrix, hidden or row_bytes] and their values.
 
     ``x`` [tokens, hidden] is the FFN's input, ``up_bias`` [neuron] or None; ``picked`` int64 names the rows to
-    compute (None: all). The values [tokens, picked] are 0 where a neuron is inactive: its gate is at most
-    ``spec.gate_threshold`` (ReLU kinds), or its value's magnitude at most ``value_threshold`` (magnitude kinds, where
-    the threshold is above 0), one for all or [neuron], or the magnitude of its activation at most ``gate_threshold``
+    compute (None: all). The values [tokens, picked] are 0 where a neuron is inactive: its gate is at most ``threshold``
+    and ``spec.gate_threshold`` (ReLU kinds), or its value's magnitude at most ``threshold`` (magnitude kinds, where
+    it is above 0), one for all or [neuron], or the magnitude of its activation at most ``gate_threshold``
     [neuron] or [tokens, neuron].
     """
     if picked is not None:
         rows, up_bias = rows[picked], None if up_bias is None else up_bias[picked]
     if rows.dtype == torch.uint8:
-        return _quantised_ffn(rows, x, spec, up_bias, value_threshold, gate_threshold)
-    values = neuron_values(rows, x, spec, up_bias, gate_threshold)
-    if isinstance(value_threshold, torch.Tensor) or value_threshold > 0:
-        values = values.masked_fill(values.abs() <= value_threshold, 0)
+        return _quantised_ffn(rows, x, spec, up_bias, threshold, gate_threshold)
+    relu = spec.sparsity_kind == "relu"
+    values = neuron_values(rows, x, spec, up_bias, gate_threshold, threshold if relu else 0.0)
+    if not relu and (isinstance(threshold, torch.Tensor) or threshold > 0):
+        values = values.masked_fill(values.abs() <= threshold, 0)
     return values @ rows[:, -1], values
 
 
@@ -56,7 +57,7 @@ def _quantised_ffn(
     x: torch.Tensor,
     spec: ModelSpec,
     up_bias: torch.Tensor | None,
-    value_threshold: float | torch.Tensor,
+    threshold: float | torch.Tensor,
     gate_threshold: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total, values = torch.zeros_like(x), [x.new_zeros(x.shape[0], 0)]
@@ -64,7 +65,7 @@ def _quantised_ffn(
         part = slice(start, start + CHUNK)
         bias, value, gate = (
             each[..., part] if isinstance(each, torch.Tensor) else each
-            for each in (up_bias, value_threshold, gate_threshold)
+            for each in (up_bias, threshold, gate_threshold)
         )
         floats = dequantise(rows[part], spec.dtype, x.dtype)
         added, some = ffn(floats, x, spec, bias, value, gate_threshold=gate)  # type: ignore[arg-type]
@@ -79,10 +80,11 @@ def neuron_values(
     spec: ModelSpec,
     up_bias: torch.Tensor | None,
     gate_threshold: torch.Tensor | None = None,
+    raised: float | torch.Tensor = 0.0,
 ) -> torch.Tensor:
     """What each neuron multiplies its down row by: [tokens, neuron]."""
     gate = F.linear(x, rows[:, 0], up_bias)
-    active = activate(gate, spec)
+    active = activate(gate, spec, raised)
     if gate_threshold is not None:
         active = active.masked_fill(active.abs() <= gate_threshold, 0)
     if not spec.gated:
@@ -91,10 +93,13 @@ def neuron_values(
     return active * (F.relu(up) if spec.activation == "drelu" else up)
 
 
-def activate(gate: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
-    """The model's activation function."""
+def activate(gate: torch.Tensor, spec: ModelSpec, raised: float | torch.Tensor = 0.0) -> torch.Tensor:
+    """The model's activation function, of ReLU kinds with ``raised`` (one for all or [neuron]) above its own t."""
     if spec.activation == "silu":
         return F.silu(gate)
     if spec.activation == "gelu":
         return F.gelu(gate, approximate="tanh")
-    return torch.where(gate > spec.gate_threshold, gate, 0) if spec.gate_threshold else F.relu(gate)
+    if isinstance(raised, torch.Tensor):
+        return torch.where(gate > raised.clamp(min=spec.gate_threshold), gate, 0)
+    least = max(raised, spec.gate_threshold)
+    return torch.where(gate > least, gate, 0) if least else F.relu(gate)

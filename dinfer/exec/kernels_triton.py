@@ -36,7 +36,7 @@ def ffn(
     x: torch.Tensor,
     spec: ModelSpec,
     up_bias: torch.Tensor | None,
-    value_threshold: float,
+    threshold: float,
     picked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial sum [tokens, hidden] of the neurons in ``rows`` and their values float32 [tokens, picked].
@@ -54,8 +54,10 @@ def ffn(
         "enable_fp_fusion": True,
     }  # fmt: skip
     picked = rows if picked is None else picked
+    relu = spec.sparsity_kind == "relu"
+    gate_threshold, value_threshold = (max(threshold, spec.gate_threshold), 0.0) if relu else (0.0, threshold)
     _slot_values[(tokens, triton.cdiv(count, VALUE_SLOTS))](
-        rows, scales, x, x if up_bias is None else up_bias, values, count, spec.gate_threshold, value_threshold, picked,
+        rows, scales, x, x if up_bias is None else up_bias, values, count, gate_threshold, value_threshold, picked,
         **layout, BIASED=up_bias is not None, GATED=spec.gated, ACTIVATION=ACTIVATION_CODES[spec.activation],
         SLOTS=VALUE_SLOTS, COLUMNS=min(VALUE_COLUMNS, max(32, triton.next_power_of_2(hidden))),
     )  # fmt: skip

@@ -38,7 +38,7 @@ class Workers:
         view = getattr(torch, VIEWS[spec.dtype])
         self.rows = [layer.view(view).numpy() for layer in bank.host]
         self.biases = None if bank.up_bias is None else bank.up_bias.numpy()
-        self.thresholds = [spec.gate_threshold if spec.sparsity_kind == "relu" else t for t in plan.value_thresholds]
+        self.thresholds = plan.value_thresholds.tolist()
         self.gate_thresholds = [0.0] * spec.layers
         self.jobs: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(threads)]
         self.parts: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -85,8 +85,9 @@ class Levels:
 
     ``gpu``, ``cpu`` float32 [layer, levels]: theta of each side, the GPU's of a neuron's value, the CPU's of its
     activated gate, besides the static one of its value (0: none): what the gate alone rules out saves the CPU
-    reading up too, two thirds of a neuron in place of one. ``tables`` float64 [layer, 5, levels] are what ``balance``
-    reads: ADDED, DROPPED and SKIPPED in shares of neurons, RECOVERED and LOST in squared contributions a neuron.
+    reading up too, two thirds of a neuron in place of one. Of ReLU kinds both are of the gate, as the static one is.
+    ``tables`` float64 [layer, 5, levels] are what ``balance`` reads: ADDED, DROPPED and SKIPPED in shares of neurons,
+    RECOVERED and LOST in squared contributions a neuron.
     ``expected`` int64 [layer, 4]: hits, spare, misses and cold neurons of a mean token, by which activation that
     computes its gates decides, as it does not know a token's counts beforehand.
     """

@@ -31,8 +31,8 @@ class Calibration:
 
     ``thresholds``, ``score_scale``, ``contribution_scale``, ``gate_scale``: float32. ``sparsity`` and
     ``output_error`` (the relative error of the FFN's output, mean over tokens) are per layer. ``tokens`` were heard,
-    ``held_out`` says whether the costs come from other prompts than the thresholds. Of ReLU kinds the costs are 0:
-    nothing active is dropped.
+    ``held_out`` says whether the costs come from other prompts than the thresholds. Of ReLU kinds at their
+    own threshold the costs are 0: nothing active is dropped.
     """
 
     thresholds: np.ndarray
@@ -74,7 +74,8 @@ def calibrate(
     ``allocation`` is one of ALLOCATIONS: the same sparsity in each layer, or ``sparsity`` in the mean, shared out
     greedily under one model-wide error (record/allocate.py).
     Every second prompt sets the thresholds, the others measure sparsity, output error and perplexity; a single
-    prompt does both. Raises InputError when a magnitude kind has neither or when a ReLU kind has one.
+    prompt does both. Those of a ReLU kind raise its own, where the wanted sparsity is above it. Raises InputError when
+    a magnitude kind has neither or when a ReLU kind's are below its own.
     """
     given = checked_thresholds(loaded, sparsity, thresholds)
     first, second = prompts[::2], prompts[1::2] or prompts
@@ -83,14 +84,15 @@ def calibrate(
     count = sum(map(len, heard))
     if given is None:
         assert sparsity is not None
-        given = magnitudes.quantile(sparsity)
+        own = np.float32(loaded.spec.gate_threshold)
+        given = own + magnitudes.quantile(sparsity)
         if allocation == "greedy":
-            given = _shared_out(loaded, magnitudes, heard, given, sparsity)
+            given = own + _shared_out(loaded, magnitudes, heard, given, sparsity)
     errors = _Errors(loaded, given)
     texts = _texts(loaded, errors, second, max_new_tokens, sampling, len(first))
     dense = perplexity(loaded, texts)
     sparse = dense
-    if loaded.spec.sparsity_kind == "magnitude":
+    if loaded.spec.sparsity_kind == "magnitude" or loaded.spec.raised(given):
         with thresholded(loaded, given):
             sparse = perplexity(loaded, texts)
     return Calibration(
@@ -124,12 +126,8 @@ def checked_thresholds(loaded: Loaded, sparsity: float | None, thresholds: Any) 
     """
     spec = loaded.spec
     name = f"{spec.name} ({spec.activation})"
-    if spec.sparsity_kind == "relu":
-        if sparsity is not None or thresholds is not None:
-            what = "sparsity" if sparsity is not None else "thresholds"
-            raise InputError(
-                f"{name}: {what} was given, but its neurons are active iff gate > {spec.gate_threshold:g}; leave it out"
-            )
+    relu = spec.sparsity_kind == "relu"
+    if relu and sparsity is None and thresholds is None:
         return np.full(spec.layers, spec.gate_threshold, np.float32)
     if thresholds is not None:
         values = np.asarray(thresholds, np.float32)
@@ -137,6 +135,11 @@ def checked_thresholds(loaded: Loaded, sparsity: float | None, thresholds: Any) 
             raise InputError(
                 f"{name}: thresholds has shape {values.shape}; it must be {spec.layers} numbers "
                 "of at least 0, one a layer"
+            )
+        if relu and values.min() < np.float32(spec.gate_threshold):
+            raise InputError(
+                f"{name}: thresholds has {values.min():g}, but its gates are 0 up to {spec.gate_threshold:g}; it can "
+                "be raised only: give at least that, or leave it out"
             )
         return values
     if sparsity is None:
@@ -190,7 +193,10 @@ def _texts(
 
 
 class _Magnitudes:
-    """Sink: per layer histograms of |value| (counts and squared contributions), and the largest of each level."""
+    """Sink: per layer histograms of scores (counts and squared contributions), and the largest of each level.
+
+    A score is |value|, of ReLU kinds how far the gate is above the model's own threshold.
+    """
 
     def __init__(self, loaded: Loaded) -> None:
         self.spec, self.norms = loaded.spec, down_norms(loaded)
@@ -202,18 +208,18 @@ class _Magnitudes:
     def __call__(self, layer: int, hidden: torch.Tensor, gate: torch.Tensor, value: torch.Tensor) -> None:
         magnitude = value.float().abs()
         relu = self.spec.sparsity_kind == "relu"
-        score = float(gate.max()) - self.spec.gate_threshold if relu else float(magnitude.max())
-        self.score[layer] = max(self.score[layer], score)
+        score = (gate.float() - self.spec.gate_threshold).clamp(min=0) if relu else magnitude
+        self.score[layer] = max(self.score[layer], float(score.max()))
         contribution = magnitude * self.norms[layer]
         self.contribution[layer] = max(self.contribution[layer], float(contribution.max()))
         if not relu:
             self.gate[layer] = max(self.gate[layer], float(activated(gate, self.spec).max()))
-        codes = (magnitude.cpu().numpy().view(np.uint32) >> HISTOGRAM_SHIFT).ravel()
+        codes = (score.cpu().numpy().view(np.uint32) >> HISTOGRAM_SHIFT).ravel()
         self.bins[layer] += np.bincount(codes, minlength=self.bins.shape[1])
         self.errors[layer] += np.bincount(codes, contribution.square().cpu().numpy().ravel(), self.bins.shape[1])
 
     def quantile(self, share: float) -> np.ndarray:
-        """float32 [layers]: magnitudes below which ``share`` of the values lie, to a step of 2**-9."""
+        """float32 [layers]: scores below which ``share`` of the neurons lie, to a step of 2**-9."""
         below = np.cumsum(self.bins, axis=1)
         return self.edge(np.argmax(below >= share * below[:, -1:], axis=1))
 
@@ -235,10 +241,8 @@ class _Errors:
 
     def __call__(self, layer: int, hidden: torch.Tensor, gate: torch.Tensor, value: torch.Tensor) -> None:
         self.heard[layer] += len(value)
-        if self.spec.sparsity_kind == "relu":
-            self.inactive[layer] += int((gate <= self.thresholds[layer]).sum())
-            return
-        dropped = value.abs() <= float(self.thresholds[layer])
+        relu = self.spec.sparsity_kind == "relu"
+        dropped = (gate if relu else value.abs()) <= float(self.thresholds[layer])
         self.inactive[layer] += int(dropped.sum())
         whole = torch.nn.functional.linear(value, self.weights[layer]).norm(dim=1)
         lost = torch.nn.functional.linear(value * dropped, self.weights[layer]).norm(dim=1)

@@ -146,14 +146,20 @@ def listening(loaded: Loaded, sink: Sink) -> Iterator[Listener]:
 
 @contextmanager
 def thresholded(loaded: Loaded, thresholds: Any) -> Iterator[None]:
-    """Run the model with every |value| <= thresholds[layer] at down's input set to 0."""
+    """Run the model with every |value| <= thresholds[layer] at down's input set to 0, of ReLU kinds every such gate."""
     handles = []
     for site, threshold in zip(ffn_sites(loaded.model, loaded.spec), thresholds, strict=True):
+
+        def after_gate(module: Any, inputs: Any, output: torch.Tensor, threshold: float = float(threshold)) -> Any:
+            return output * (output > threshold)
 
         def before_down(module: Any, inputs: Any, threshold: float = float(threshold)) -> Any:
             return (inputs[0] * (inputs[0].abs() > threshold),)
 
-        handles.append(site.down.register_forward_pre_hook(before_down))
+        if loaded.spec.sparsity_kind == "relu":
+            handles.append(site.gate.register_forward_hook(after_gate))
+        else:
+            handles.append(site.down.register_forward_pre_hook(before_down))
     try:
         yield
     finally:

@@ -440,6 +440,12 @@ def _finish(state: _State, data: _Data, settings: Settings) -> Predictors:
     return _exported(state, data, settings, thresholds(curves, settings.bound), curves)
 
 
+def _activity(trace: Trace) -> tuple[float, ...]:
+    """The thresholds that a plan must have too; none of a ReLU kind at its own."""
+    given = tuple(trace.meta.get("thresholds", ()))
+    return given if trace.spec.sparsity_kind == "magnitude" or trace.spec.raised(given) else ()
+
+
 def thresholds(curves: Curves, bound: float) -> np.ndarray:
     """Operating thresholds float32 [layer]: the highest at which each layer misses at most ``bound``; 0: all."""
     edge = curves.operating_edges(bound)
@@ -479,7 +485,7 @@ def _exported(
         second=[best["second"].half().numpy() for best, _ in layers],
         bias=[best["bias"].half().numpy() for best, _ in layers],
         thresholds=limits,
-        activity=tuple(trace.meta.get("thresholds", ())) if trace.spec.sparsity_kind == "magnitude" else (),
+        activity=_activity(trace),
         weights=trace.meta.get("weights", ""),
         trace=trace.fingerprint,
         quality={} if curves is None else _quality(curves, limits, data),

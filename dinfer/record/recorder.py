@@ -61,7 +61,8 @@ def record(
     others are shuffled by ``seed``. ``first_sequence`` starts later in their order, so that several processes record
     parts of one trace, which ``trace.join`` puts together. A row is one token fed to the model: those of the prompt are
     ``prefill``, those that it wrote are ``decode``; ``id`` is the token that went in. ReLU kinds are active iff gate >
-    t. Magnitude kinds need ``sparsity`` or ``thresholds`` [layers]: active iff |value at down's input| > threshold;
+    t, their own, or raised by ``sparsity`` or ``thresholds`` [layers]. Magnitude kinds need one of these: active iff
+    |value at down's input| > threshold;
     ``allocation`` is one of calibrate.ALLOCATIONS. ``levels`` adds score and contribution (and gate, of gated magnitude
     kinds), ``hidden`` the float16 residual (clipped to its range). Memory holds one batch. ``progress`` is called with
     (decode tokens so far, ``tokens``). At temperature 0 each prompt is used once and a shortfall is warned of; else the
@@ -352,7 +353,7 @@ class _Log:
         magnitude = value.float().abs()
         if self.spec.sparsity_kind == "relu":
             score = (gate.float() - self.spec.gate_threshold).clamp(min=0)
-            active = gate.float() > self.spec.gate_threshold
+            active = gate.float() > float(scales.thresholds[layer])
         else:
             score = magnitude
             active = magnitude > float(scales.thresholds[layer])

@@ -19,11 +19,14 @@ def recorded_levels(trace: Trace, placement: Placement, policy: Balanced) -> Lev
     """The levels of ``policy`` around the activity thresholds of ``trace``, with ``placement``'s residents.
 
     A level of the GPU is one code of the recorded scores below the threshold, a sixteenth of an octave, the last is 0,
-    where it computes all of its residents. A level of the CPU leaves out an equal share of its neurons by their gates.
-    Errors are squared contributions, means over the trace's tokens. Raises InputError for a trace without levels,
-    or of a model whose neurons below the threshold contribute nothing.
+    where it computes all of its residents, or a ReLU kind's own t, where it computes all that are not 0. A level of the
+    CPU leaves out an equal share by their gates: of magnitude kinds of all its neurons, whose gates then save reading
+    up, of ReLU kinds, where inactive neurons are not read further anyway, of its active ones. Errors are squared
+    contributions, means over the trace's tokens. Raises InputError for a trace without levels, or of a model whose
+    neurons below the threshold contribute nothing.
     """
     _check(trace)
+    relu, own = trace.spec.sparsity_kind == "relu", trace.spec.gate_threshold
     picked = np.unique(np.linspace(0, len(trace) - 1, min(len(trace), TOKENS)).astype(int))
     layers, levels = trace.spec.layers, policy.levels + 1
     gpu, cpu = np.zeros((2, layers, levels), np.float32)
@@ -33,23 +36,29 @@ def recorded_levels(trace: Trace, placement: Placement, policy: Balanced) -> Lev
         heard, resident = _heard(trace, picked, layer), residents[layer]
         threshold, scale = trace.meta["thresholds"][layer], trace.meta["score_scale"][layer]
         spare, hits = ~heard.active & resident, heard.active & resident
-        cuts = codes_below(threshold, scale, policy.levels)
-        gpu[layer, 1:-1], gpu[layer, 0] = code_value(cuts, scale)[1:-1], threshold
+        cuts = codes_below(threshold - own, scale, policy.levels)
+        if relu:
+            cuts = np.maximum(cuts, 0.5)  # code 0 is a gate up to the model's own threshold: nothing to compute
+        gpu[layer, 1:-1], gpu[layer, 0], gpu[layer, -1] = own + code_value(cuts, scale)[1:-1], threshold, own
         below = _below(heard.score, heard.error, spare, cuts)
         tables[layer, [ADDED, RECOVERED]] = (below[:, :1] - below) / max(spare.sum(), 1)
 
         cold, misses = np.broadcast_to(~resident, spare.shape), heard.active & ~resident
-        cuts = _even_cuts(heard.gate[cold], policy.levels)
-        cpu[layer, 1:] = code_value(cuts, trace.meta["gate_scale"][layer])[1:]
+        cuts = _even_cuts(heard.gate[misses if relu else cold], policy.levels)
+        cpu[layer, 1:] = own + code_value(cuts, trace.meta["score_scale" if relu else "gate_scale"][layer])[1:]
         tables[layer, [DROPPED, LOST]] = _below(heard.gate, heard.error, misses, cuts) / max(misses.sum(), 1)
-        tables[layer, SKIPPED] = _below(heard.gate, heard.error, cold, cuts)[0] / max(cold.sum(), 1)
+        if not relu:
+            tables[layer, SKIPPED] = _below(heard.gate, heard.error, cold, cuts)[0] / max(cold.sum(), 1)
         counts = np.array([each.sum() for each in (hits, spare, misses, cold)]) / len(picked)
         expected[layer] = np.rint(counts)
     return Levels(gpu, cpu, tables, expected)
 
 
 class _Heard(NamedTuple):
-    """One layer of a trace [token, neuron]: who was active, codes of score and gate, squared contributions."""
+    """One layer of a trace [token, neuron]: who was active, codes of score and gate, squared contributions.
+
+    A ReLU kind's score is its gate's value above the model's own threshold.
+    """
 
     active: np.ndarray
     score: np.ndarray
@@ -59,11 +68,12 @@ class _Heard(NamedTuple):
 
 def _heard(trace: Trace, tokens: np.ndarray, layer: int) -> _Heard:
     assert trace.score is not None
-    assert trace.gate is not None
     assert trace.contribution is not None
     active = bits.unpack(trace.active[tokens, layer], trace.spec.neurons)
     contribution = decode_levels(trace.contribution[tokens, layer], trace.meta["contribution_scale"][layer])
-    return _Heard(active, trace.score[tokens, layer], trace.gate[tokens, layer], contribution**2)
+    score = trace.score[tokens, layer]
+    gate = score if trace.gate is None else trace.gate[tokens, layer]
+    return _Heard(active, score, gate, contribution**2)
 
 
 def codes_below(threshold: float, scale: float, levels: int) -> np.ndarray:
@@ -99,12 +109,19 @@ def _below(codes: np.ndarray, errors: np.ndarray, chosen: np.ndarray, cuts: np.n
 
 def _check(trace: Trace) -> None:
     spec = trace.spec
-    if spec.sparsity_kind != "magnitude" or not spec.gated:
+    if spec.sparsity_kind == "relu" and not spec.raised(trace.meta.get("thresholds", ())):
         raise InputError(
-            f"{spec.name} is a {spec.activation} model: balanced thresholds need gated neurons that contribute a "
-            "little below their threshold; plan with --threshold fixed"
+            f"{spec.name} is a {spec.activation} model at its own threshold of {spec.gate_threshold:g}, below which "
+            "neurons contribute nothing that balanced thresholds could trade; record it with a higher --sparsity, or "
+            "plan with --threshold fixed"
         )
-    missing = [name for name in ("score", "contribution", "gate") if getattr(trace, name) is None]
+    if spec.sparsity_kind == "magnitude" and not spec.gated:
+        raise InputError(
+            f"{spec.name} is a {spec.activation} model without gates: balanced thresholds need gated neurons that "
+            "contribute a little below their threshold; plan with --threshold fixed"
+        )
+    needed = ("score", "contribution", *("gate",) * (spec.sparsity_kind == "magnitude"))
+    missing = [name for name in needed if getattr(trace, name) is None]
     if missing:
         raise InputError(
             f"the trace has no {missing[0]}, of which balanced thresholds are made; record it with --levels, or plan "

@@ -148,7 +148,8 @@ def _spec_of(trace: Trace, spec: ModelSpec | None) -> ModelSpec:
 
 def _check_predictor(predictor: Predictors, trace: Trace, thresholds: tuple[float, ...]) -> None:
     predictor.check_model(trace.spec, trace.meta.get("weights", ""))
-    if thresholds and not np.allclose(thresholds, predictor.activity, rtol=1e-5):
+    learnt = predictor.activity or (0.0,) * bool(thresholds)
+    if thresholds and not np.allclose(thresholds, learnt, rtol=1e-5):
         raise InputError(
             "predictor learnt other activity thresholds than the trace's; plan with the trace that it was trained on, "
             "or one recorded with the same thresholds"
@@ -156,10 +157,10 @@ def _check_predictor(predictor: Predictors, trace: Trace, thresholds: tuple[floa
 
 
 def _thresholds(trace: Trace, spec: ModelSpec) -> tuple[float, ...]:
+    given = trace.meta.get("thresholds", ())
     if spec.sparsity_kind == "relu":
-        return ()
-    given = trace.meta.get("thresholds")
-    if given is None or len(given) != spec.layers:
+        return tuple(max(float(value), spec.gate_threshold) for value in given) if spec.raised(given) else ()
+    if len(given) != spec.layers:
         raise InputError(
             f"{spec.name} is a {spec.activation} model, in which no neuron is inactive by itself, "
             f"and its trace has no magnitude threshold for each of its {spec.layers} layers; "
