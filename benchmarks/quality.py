@@ -1,48 +1,66 @@
-"""The paper's accuracy table in form, for a model at hand: dense, sparse and dynamic, each cell with its interval.
+"""The paper's accuracy table in form, for models at hand: dense, sparse, dynamic, predicted, each with its interval.
 
-    python benchmarks/quality.py smollm2 --plan out/plan.json --text traces/text/moby-dick.txt -o out/quality.json
+    python benchmarks/quality.py smollm2 --plan out/balanced.json --plan out/predicted.json --predictor out/predictor \
+        --text traces/text/moby-dick.txt -o out/quality.json
 
-Each way is a row: perplexity and next-token agreement of the text (exec/quality.py tells how the intervals are made),
-and the accuracy of harness tasks, by default those of traces/tasks, which have the form of the paper's and are not
-those. Accuracies have Wilson's interval. Run it at the repository's root; -o writes .json and .md beside each other.
+Each way of a plan is a row: perplexity and next-token agreement of the text (exec/quality.py tells how the intervals
+are made), and the accuracy of harness tasks, by default those of traces/tasks, which have the form of the paper's and
+are not those. Accuracies have Wilson's interval. What the output holds of other models and plans stays. With --raise a
+plan of a ReLU model is scored at each of these thresholds instead, with --teacher also against another model's dense
+way. Run it at the repository's root; -o writes .json and .md beside each other.
 """
 
-import argparse
 import json
-import platform
 import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
+import typer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rows import machine_line
 
 from dinfer.exec import Session, quality
 from dinfer.exec.quality import quality_table, read_text, text_blocks, ways_of, wilson
+from dinfer.families import open_checkpoint
+from dinfer.placement import Placement
 from dinfer.plan import Plan
+from dinfer.predictors import Predictors
 from dinfer.record.fetch import resolve_model
 from dinfer.report import format_table, progress
 
 TASKS = ("dinfer_entailment", "dinfer_physical", "dinfer_causes", "dinfer_pronouns")
 FORMS = dict(zip(TASKS, ("RTE", "PIQA", "COPA", "Winogrande"), strict=True))
+TEACHERS = ("ratio", "agreement", "divergence")
+"""What is also measured against a teacher."""
 
 
-def text_rows(plan: Plan, model: Path, text: str, block: int, tokens: int) -> list[dict[str, Any]]:
-    """A row a way: the figures of the text."""
-    blocks = text_blocks(model, text, block, tokens)
-    with Session(plan, model, "cpu") as session, progress("scoring", "blocks") as at:
-        return quality_table(quality(session, blocks, ways_of(plan), at)).to_dict("records")
+def scored(session: Session, blocks: Any, ways: Sequence[str], label: str, teacher: Session | None) -> list[dict]:
+    """A row a way: the figures of the text; those against the teacher are named ``teacher_``."""
+    with progress(f"scoring {label}", "blocks") as at:
+        rows = quality_table(quality(session, blocks, ways, at)).to_dict("records")
+    if teacher is not None:
+        with progress(f"scoring {label} against {teacher.plan.spec.name}", "blocks") as at:
+            against = quality_table(quality(session, blocks, ways, at, teacher)).to_dict("records")
+        ends = ("", "_low", "_high")
+        for row, other in zip(rows, against, strict=True):
+            row |= {f"teacher_{name}{end}": other[name + end] for name in TEACHERS for end in ends}
+    return rows
 
 
-def task_figures(plan_file: Path, model: Path, way: str, include: Path, tasks: tuple[str, ...]) -> dict[str, Any]:
+def task_figures(
+    plan_file: Path, model: Path, way: str, predictor: Path | None, include: Path, tasks: Sequence[str]
+) -> dict[str, Any]:
     """Accuracy of each task in one way, with Wilson's interval and the number of items."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     from dinfer.lm_eval import Harness
 
-    harness = Harness(str(plan_file), str(model), way=way)
+    harness = Harness(str(plan_file), str(model), way=way, predictor=None if predictor is None else str(predictor))
     manager = TaskManager(include_path=str(include))
     results = simple_evaluate(model=harness, tasks=list(tasks), task_manager=manager, bootstrap_iters=0)
     figures = {}
@@ -53,66 +71,135 @@ def task_figures(plan_file: Path, model: Path, way: str, include: Path, tasks: t
     return figures
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The report as a table for reading, every cell with its interval."""
+def dense_session(model: Path, like: Plan) -> Session:
+    """A session of another model, for its dense way alone, on the machine of the plan ``like``."""
+    checkpoint = open_checkpoint(model)
+    spec = checkpoint.spec.with_dtype(like.spec.dtype)
+    placement = Placement.hottest(like.frequency, [0] * spec.layers)
+    plan = Plan(
+        spec=spec, machine=like.machine, placement=placement, frequency=like.frequency, context=like.context,
+        vram_bytes=like.vram_bytes,
+    )  # fmt: skip
+    return Session(plan, checkpoint, "cpu")
+
+
+def cell(row: Mapping[str, Any], name: str, form: str) -> str:
+    """A figure with its interval, or nothing where it was not measured."""
+    if name not in row:
+        return ""
+    value, low, high = (format(row[name + end], form) for end in ("", "_low", "_high"))
+    return f"{value} ({low}-{high})"
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """A row a way of each plan, every cell with its interval."""
     rows = []
-    for each in report["plans"]:
+    for each in results:
         for row in each["ways"]:
-            cells = {"plan": each["name"], "way": row["way"], "computed": f"{row['computed_share']:.0%}"}
-            cells["perplexity"] = f"{row['perplexity']:.2f} ({row['perplexity_low']:.2f}-{row['perplexity_high']:.2f})"
-            cells["of dense"] = f"{row['ratio']:.3f} ({row['ratio_low']:.3f}-{row['ratio_high']:.3f})"
-            cells["agreement"] = f"{row['agreement']:.1%} ({row['agreement_low']:.1%}-{row['agreement_high']:.1%})"
-            cells["KL, nats"] = f"{row['divergence']:.4f} ({row['divergence_low']:.4f}-{row['divergence_high']:.4f})"
+            cells = {"plan": each["plan"], "way": row["way"], "computed": f"{row['computed_share']:.0%}"}
+            cells["perplexity"] = cell(row, "perplexity", ".2f")
+            cells["of dense"] = cell(row, "ratio", ".3f")
+            cells["agreement"] = cell(row, "agreement", ".1%")
+            cells["KL, nats"] = cell(row, "divergence", ".4f")
+            if "teacher_ratio" in row:
+                cells["of teacher"] = cell(row, "teacher_ratio", ".3f")
+                cells["agreement with teacher"] = cell(row, "teacher_agreement", ".1%")
+                cells["KL from teacher"] = cell(row, "teacher_divergence", ".4f")
             for task, found in row.get("tasks", {}).items():
                 name = f"as {FORMS[task]}" if task in FORMS else task
                 cells[name] = f"{found['accuracy']:.0%} ({found['low']:.0%}-{found['high']:.0%})"
             rows.append(cells)
-    versions = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
-    head = f"# Quality of {report['model']}\n\n{report['note']}\n\n"
-    return head + format_table(pd.DataFrame(rows), "md") + f"\n{report['date']}, {report['cpu']}, {versions}.\n"
+    return pd.DataFrame(rows).fillna("")
 
 
-def main() -> None:
-    """Measure each plan in each of its ways and write both files."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="model directory or smollm2")
-    parser.add_argument("--plan", type=Path, nargs="+", required=True, help="plan files of this model")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--block", type=int, default=256)
-    parser.add_argument("--tasks", nargs="*", default=list(TASKS), help="harness tasks; none: text only")
-    parser.add_argument("--include", type=Path, default=Path("traces/tasks"), help="where tasks of one's own lie")
-    parser.add_argument("-o", "--output", type=Path, required=True, help=".json; the table goes beside it as .md")
-    given = parser.parse_args()
-    model, text = resolve_model(given.model), read_text(given.text)
-    plans = []
-    for file in given.plan:
-        plan = Plan.load(file)
-        rows = text_rows(plan, model, text, given.block, given.tokens)
-        for row in rows if given.tasks else []:
-            print(f"{file.name}: tasks, {row['way']}", file=sys.stderr, flush=True)
-            row["tasks"] = task_figures(file, model, row["way"], given.include, tuple(given.tasks))
-        share = float(plan.placement.slots.sum()) / (plan.spec.layers * plan.spec.neurons)
-        plans.append({"name": file.stem, "threshold": plan.threshold["name"], "gpu_share": share, "ways": rows})
-    report = {
+def markdown(results: Sequence[Mapping[str, Any]]) -> str:
+    """All results as tables for reading, one for each model and kind."""
+    lines = [
+        "# Quality",
+        "",
+        "Made by `benchmarks/quality.py`. 95% intervals in brackets: bootstrap over blocks, of the ratio from paired",
+        "differences; Wilson for agreement and accuracies. The tasks are ours, 32 items each, in the form of those",
+        "named.",
+        "Computed: the share of the neurons above the thresholds, or predicted.",
+    ]
+    for model, kind in dict.fromkeys((each["model"], each["kind"]) for each in results):
+        mine = [each for each in results if (each["model"], each["kind"]) == (model, kind)]
+        heading = f"## {model}, raised thresholds" if kind == "raised" else f"## {model}"
+        lines += ["", heading, "", format_table(table(mine), "md")]
+        for measured in dict.fromkeys(f"{each['measured']}. {each['machine']}." for each in mine):
+            lines += [measured, ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write(results: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Both files; results of other models, kinds and plans stay."""
+    before = json.loads(file.read_text()) if file.is_file() else []
+    new = {(each["model"], each["kind"], each["plan"]) for each in results}
+    kept = [each for each in before if (each["model"], each["kind"], each["plan"]) not in new]
+    everything = [*kept, *results]
+    file.write_text(json.dumps(everything, indent=1) + "\n")
+    file.with_suffix(".md").write_text(markdown(everything))
+
+
+def result(plan: Plan, name: str, kind: str, rows: list[dict], text: str, block: int) -> dict[str, Any]:
+    """What is kept of one plan."""
+    share = float(plan.placement.slots.sum()) / (plan.spec.layers * plan.spec.neurons)
+    tokens = rows[0]["tokens"] // (block - 1) * block
+    return {
         "model": plan.spec.name,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": plan.machine.cpu.name,
-        "versions": {name: version(name) for name in ("dinfer", "torch", "transformers", "lm_eval", "numpy")},
-        "python": platform.python_version(),
+        "kind": kind,
+        "plan": name,
+        "activation": plan.activation,
+        "threshold": plan.threshold["name"],
+        "thresholds": list(plan.thresholds),
+        "predictor": plan.predictor.get("fingerprint", ""),
+        "gpu_share": share,
         "dtype": plan.spec.dtype,
-        "text": given.text.name,
-        "block": given.block,
-        "note": (
-            f"{given.text.name}, blocks of {given.block} tokens; 95% intervals in brackets: bootstrap over blocks, "
-            "Wilson for agreement and accuracies. The tasks are ours, 32 items each, in the form of those named."
-        ),
-        "plans": plans,
+        "measured": f"{text}, {tokens:,} tokens in blocks of {block}, {plan.spec.dtype}",
+        "machine": machine_line(),
+        "ways": rows,
     }
-    given.output.write_text(json.dumps(report, indent=1) + "\n")
-    given.output.with_suffix(".md").write_text(markdown(report))
-    print(markdown(report))
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="model directory, smollm2 or smollm2-relu")],
+    plan: Annotated[list[Path], typer.Option(help="plan file of this model; repeat it for more")],
+    text: Annotated[Path, typer.Option(help="UTF-8 text to score")],
+    output: Annotated[Path, typer.Option("-o", "--output", help=".json; the table goes beside it as .md")],
+    predictor: Annotated[Path | None, typer.Option(help="of the plans that name it")] = None,
+    tokens: Annotated[int, typer.Option(help="of the text, at most")] = 4096,
+    block: Annotated[int, typer.Option(help="tokens of a block")] = 256,
+    tasks: Annotated[str, typer.Option(help="harness tasks, with commas; empty: text only")] = ",".join(TASKS),
+    include: Annotated[Path, typer.Option(help="where tasks of one's own lie")] = Path("traces/tasks"),
+    raised: Annotated[str, typer.Option("--raise", help="thresholds of a ReLU model, with commas: at these")] = "",
+    teacher: Annotated[str, typer.Option(help="model whose dense way is compared with too")] = "",
+) -> None:
+    """Measure each plan in each of its ways and write both files."""
+    directory, words = resolve_model(model), read_text(text)
+    blocks = text_blocks(directory, words, block, tokens)
+    trained = None if predictor is None else Predictors.load(predictor)
+    for file in plan:
+        read = Plan.load(file)
+        used = trained if read.predictor else None
+        other = dense_session(resolve_model(teacher), read) if teacher else None
+        if raised:
+            rows = []
+            for threshold in map(float, raised.split(",")):
+                at = replace(read, thresholds=(threshold,) * read.spec.layers)
+                with Session(at, directory, "cpu", predictor=used) as session:
+                    (row,) = scored(session, blocks, ["sparse"], f"t = {threshold:g}", other)
+                rows.append(row | {"way": f"t = {threshold:.4g}", "threshold": threshold})
+                write([result(read, file.stem, "raised", rows, text.name, block)], output)
+            continue
+        with Session(read, directory, "cpu", predictor=used) as session:
+            rows = scored(session, blocks, ways_of(read), file.stem, other)
+        for row in rows if tasks else []:
+            print(f"{file.name}: tasks, {row['way']}", file=sys.stderr, flush=True)
+            named = predictor if used else None
+            row["tasks"] = task_figures(file, directory, row["way"], named, include, tuple(tasks.split(",")))
+        write([result(read, file.stem, "ways", rows, text.name, block)], output)
+    print(output.with_suffix(".md").read_text())
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,10 +1,13 @@
 """Quality figures against transformers, textbook formulas and token-by-token decoding; the refusals of bad texts.
 Everything runs on tiny random models."""
 
+import importlib
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from dinfer.predictors import Predictors
 from dinfer.record.generate import listening, load, thresholded
 from dinfer.record.restricted import restricted
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 BLOCKS = np.random.default_rng(11).integers(3, 256, (6, 24))
 MEDIAN = (0.02, 0.02, 0.02, 0.02)
 
@@ -297,3 +301,49 @@ def test_the_command_line_refuses_what_does_not_fit_at_the_door(home):
     assert refused(*scoring(home, "exact.json", "--predictor", home / "predictor")) == expected
     expected = f"{home / 'no'} is no predictor: it lacks predictor.json; train one with `dinfer train-predictor`"
     assert refused(*scoring(home, "predicted.json", "--predictor", home / "no")) == expected
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """benchmarks/quality.py as a module."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "quality", raising=False)
+    return importlib.import_module("quality")
+
+
+def test_the_benchmark_keeps_what_it_has_of_other_plans(home, benchmark):
+    # each plan's ways are what the command line says of it, and a plan that is measured again replaces itself only
+    text, out = home / "text", home / "quality.json"
+    plans = [home / "predicted.json", home / "exact.json"]
+    settings = {"text": text, "output": out, "predictor": home / "predictor", "block": 16, "tasks": "", "tokens": 64}
+    settings |= {"include": home, "raised": "", "teacher": ""}
+    benchmark.main(str(home / "model"), plan=plans, **settings)
+    benchmark.main(str(home / "model"), plan=plans[:1], **settings | {"teacher": str(home / "model")})
+    exact, predicted = json.loads(out.read_text())
+    assert [row["way"] for row in exact["ways"]] == ["dense", "sparse"]
+    assert [row["way"] for row in predicted["ways"]] == ["dense", "sparse", "predicted"]
+    command = scoring(home, "predicted.json", "--predictor", home / "predictor", "--tokens", 64, "-o", "json")
+    rows = json.loads(dinfer(*command)[0])
+    for row, said in zip(predicted["ways"], rows, strict=True):
+        assert {name: row[name] for name in said} == said
+        assert row["teacher_ratio"] == pytest.approx(said["ratio"])  # the teacher is the model itself
+    table = out.with_suffix(".md").read_text()
+    assert f"{predicted['ways'][2]['ratio']:.3f} (" in table
+    assert "computed" in table
+
+
+def test_the_benchmark_raises_thresholds(tiny_models, home, benchmark):
+    directory = home / "relu"
+    shutil.copytree(tiny_models["llama-relu"], directory)
+    save_tokenizer(directory)
+    make_plan(directory, 60).save(home / "relu.json")
+    settings = {"output": home / "raised.json", "text": home / "text", "block": 16, "tokens": 64, "tasks": ""}
+    settings |= {"raised": "0,0.3,0.6", "teacher": "", "predictor": None}
+    benchmark.main(str(directory), plan=[home / "relu.json"], **settings)
+    (found,) = json.loads((home / "raised.json").read_text())
+    assert found["kind"] == "raised"
+    assert [row["threshold"] for row in found["ways"]] == [0, 0.3, 0.6]
+    assert found["ways"][0]["ratio"] == pytest.approx(1, abs=1e-5)
+    shares = [row["computed_share"] for row in found["ways"]]
+    assert shares == sorted(shares, reverse=True)
+    assert found["ways"][2]["divergence"] > found["ways"][1]["divergence"] > 1e-4
