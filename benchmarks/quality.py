@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pandas as pd
 import typer
 
@@ -34,20 +35,19 @@ from dinfer.report import format_table, progress
 
 TASKS = ("dinfer_entailment", "dinfer_physical", "dinfer_causes", "dinfer_pronouns")
 FORMS = dict(zip(TASKS, ("RTE", "PIQA", "COPA", "Winogrande"), strict=True))
-TEACHERS = ("ratio", "agreement", "divergence")
-"""What is also measured against a teacher."""
 
 
-def scored(session: Session, blocks: Any, ways: Sequence[str], label: str, teacher: Session | None) -> list[dict]:
-    """A row a way: the figures of the text; those against the teacher are named ``teacher_``."""
+def scored(
+    session: Session, blocks: np.ndarray, ways: Sequence[str], label: str, teacher: np.ndarray | None
+) -> list[dict[str, Any]]:
+    """A row a way: the figures of the text; the ratio of the ``teacher``'s losses [block, token] too where given."""
     with progress(f"scoring {label}", "blocks") as at:
-        rows = quality_table(quality(session, blocks, ways, at)).to_dict("records")
+        found = quality(session, blocks, ways, at)
+    rows = quality_table(found).to_dict("records")
     if teacher is not None:
-        with progress(f"scoring {label} against {teacher.plan.spec.name}", "blocks") as at:
-            against = quality_table(quality(session, blocks, ways, at, teacher)).to_dict("records")
-        ends = ("", "_low", "_high")
-        for row, other in zip(rows, against, strict=True):
-            row |= {f"teacher_{name}{end}": other[name + end] for name in TEACHERS for end in ends}
+        for row, one in zip(rows, found, strict=True):
+            against = replace(one, dense_loss=teacher).row()
+            row |= {f"teacher_{name}": against[name] for name in ("ratio", "ratio_low", "ratio_high")}
     return rows
 
 
@@ -71,16 +71,15 @@ def task_figures(
     return figures
 
 
-def dense_session(model: Path, like: Plan) -> Session:
-    """A session of another model, for its dense way alone, on the machine of the plan ``like``."""
+def dense_losses(model: Path, like: Plan, blocks: np.ndarray) -> np.ndarray:
+    """Negative log likelihoods [block, token] of another model's dense way, on the machine of the plan ``like``."""
     checkpoint = open_checkpoint(model)
     spec = checkpoint.spec.with_dtype(like.spec.dtype)
-    placement = Placement.hottest(like.frequency, [0] * spec.layers)
-    plan = Plan(
-        spec=spec, machine=like.machine, placement=placement, frequency=like.frequency, context=like.context,
-        vram_bytes=like.vram_bytes,
-    )  # fmt: skip
-    return Session(plan, checkpoint, "cpu")
+    frequency = np.zeros((spec.layers, spec.neurons), np.float32)
+    placement = Placement.hottest(frequency, np.zeros(spec.layers, np.int64))
+    plan = Plan(spec=spec, machine=like.machine, placement=placement, frequency=frequency, context=like.context)
+    with Session(plan, checkpoint, "cpu") as session, progress(f"scoring {spec.name}", "blocks") as at:
+        return quality(session, blocks, ["dense"], at)[0].loss
 
 
 def cell(row: Mapping[str, Any], name: str, form: str) -> str:
@@ -103,8 +102,6 @@ def table(results: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
             cells["KL, nats"] = cell(row, "divergence", ".4f")
             if "teacher_ratio" in row:
                 cells["of teacher"] = cell(row, "teacher_ratio", ".3f")
-                cells["agreement with teacher"] = cell(row, "teacher_agreement", ".1%")
-                cells["KL from teacher"] = cell(row, "teacher_divergence", ".4f")
             for task, found in row.get("tasks", {}).items():
                 name = f"as {FORMS[task]}" if task in FORMS else task
                 cells[name] = f"{found['accuracy']:.0%} ({found['low']:.0%}-{found['high']:.0%})"
@@ -178,10 +175,10 @@ def main(
     directory, words = resolve_model(model), read_text(text)
     blocks = text_blocks(directory, words, block, tokens)
     trained = None if predictor is None else Predictors.load(predictor)
+    other = dense_losses(resolve_model(teacher), Plan.load(plan[0]), blocks) if teacher else None
     for file in plan:
         read = Plan.load(file)
         used = trained if read.predictor else None
-        other = dense_session(resolve_model(teacher), read) if teacher else None
         if raised:
             rows = []
             for threshold in map(float, raised.split(",")):

@@ -305,9 +305,9 @@ def early_layers(lookahead: int, way: str = "predicted") -> dict[str, Any]:
     ``ahead`` are the layers that each of them is predicted ahead in fact, where the way is not to keep them resident.
     """
     layers = list(range(lookahead))
-    why = "layer 0 is the first: no layer stands before it"
+    why = "no layer stands before layer 0"
     if lookahead > 1:
-        why = f"layers 0 to {lookahead - 1} are the first: no layer stands {lookahead} before them"
+        why = f"no layer stands {lookahead} before layers 0 to {lookahead - 1}"
     ahead = {"ahead": layers} if way == "predicted" else {}  # from layer 0's residual: as far as they stand from it
     return {"layers": layers, "way": way, **ahead, "why": why if layers else ""}
 

@@ -254,10 +254,10 @@ def early_line(plan: Plan) -> str:
         return f"not predicted ahead: any; {own_residual(0)}"
     names = "layer 0" if len(layers) == 1 else f"layers 0 to {layers[-1]}"
     if early["way"] == "resident":
-        return f"not predicted {plan.lookahead} ahead: {names} ({early['why']}); resident and computed whole"
+        return f"not predicted {plan.lookahead} ahead: {names}, as {early['why']}; resident and computed whole"
     cold = sum(plan.spec.neurons - int(plan.placement.slots[layer]) for layer in layers)
     return (
-        f"not predicted {plan.lookahead} ahead: {names} ({early['why']}); predicted from layer 0's residual, "
+        f"not predicted {plan.lookahead} ahead: {names}, as {early['why']}; predicted from layer 0's residual, "
         f"k = {'0' if len(layers) == 1 else f'0 to {layers[-1]}'}: layer 0's prefetch is not hidden, and {cold:,} "
         f"neurons of {'it' if len(layers) == 1 else 'them'} are not resident"
     )

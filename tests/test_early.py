@@ -74,17 +74,16 @@ def test_the_plan_says_which_and_why(trace, tmp_path):
         "layers": [0],
         "way": "predicted",
         "ahead": [0],
-        "why": "layer 0 is the first: no layer stands before it",
+        "why": "no layer stands before layer 0",
     }
     cold = 160 - plan.placement.slots[0]
     assert plan_lines(plan)[3] == (
-        "not predicted 1 ahead: layer 0 (layer 0 is the first: no layer stands before it); predicted from layer 0's "
+        "not predicted 1 ahead: layer 0, as no layer stands before layer 0; predicted from layer 0's "
         f"residual, k = 0: layer 0's prefetch is not hidden, and {cold} neurons of it are not resident"
     )
     resident = planned(trace, 2, "resident")
     assert plan_lines(resident)[3] == (
-        "not predicted 2 ahead: layers 0 to 1 (layers 0 to 1 are the first: no layer stands 2 before them); resident "
-        "and computed whole"
+        "not predicted 2 ahead: layers 0 to 1, as no layer stands 2 before layers 0 to 1; resident and computed whole"
     )
     assert plan_lines(planned(trace, 0, "predicted"))[3] == (
         "not predicted ahead: any; each layer is predicted from its own residual (k = 0)"

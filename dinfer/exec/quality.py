@@ -38,8 +38,7 @@ class Quality:
 
     ``loss`` and ``dense_loss`` float64: negative log likelihood of the text's token in nats; ``agrees`` bool: the
     likeliest token is the dense model's; ``divergence`` float64: KL(dense || way) in nats; ``computed_share``: of
-    all neurons, how many were above the thresholds, or predicted. Dense is another model's where one was given as the
-    reference.
+    all neurons, how many were above the thresholds, or predicted.
     """
 
     way: str
@@ -202,15 +201,12 @@ def quality(
     blocks: np.ndarray,
     ways: Sequence[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    reference: Session | None = None,
 ) -> list[Quality]:
     """Score the texts ``blocks`` int [block, token], each from an empty context, in each of ``ways``, by default
     all that the plan has.
 
-    What they are compared with is the dense way of ``reference``, another model of the same tokens, or of ``session``.
     ``progress`` is called with (blocks done, blocks). Raises InputError for fewer than 2 blocks, blocks of fewer
-    than 2 tokens, or blocks longer than the plan's context, for ways that the plan has not, or a reference with other
-    tokens.
+    than 2 tokens, or blocks longer than the plan's context, and for ways that the plan has not.
     """
     ways = ways_of(session.plan) if ways is None else ways
     check_ways(session, ways)
@@ -222,26 +218,18 @@ def quality(
             f"blocks have {length} tokens, the plan's KV cache holds {session.plan.context}; lower --block or plan "
             f"with --context {length}"
         )
-    if reference is not None and reference.plan.spec.vocab != session.plan.spec.vocab:
-        raise InputError(
-            f"reference {reference.plan.spec.name} has {reference.plan.spec.vocab} tokens, {session.plan.spec.name} "
-            f"{session.plan.spec.vocab}; give one with the same tokenizer"
-        )
     figures: dict[str, list[tuple[np.ndarray, ...]]] = {way: [] for way in ways}
     scorer = Scorer(session)
-    other = scorer if reference is None else Scorer(reference)
     try:
         for number, block in enumerate(blocks):
-            dense = _log_likelihoods(other, block, "dense")
+            dense = _log_likelihoods(scorer, block, "dense")
             for way in ways:
-                given = dense if way == "dense" and other is scorer else _log_likelihoods(scorer, block, way)
+                given = dense if way == "dense" else _log_likelihoods(scorer, block, way)
                 figures[way].append(_compared(block, given, dense))
             if progress:
                 progress(number + 1, count)
     finally:
         scorer.close()
-        if other is not scorer:
-            other.close()
     return [_gathered(way, figures[way], _share(scorer, way)) for way in ways]
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ def restricted(
 ) -> Iterator[None]:
     """Run the model with every value at down's input set to 0 that the predictors did not predict.
 
-    Values below the activity threshold of magnitude kinds are 0 too. ``errors`` float64 [layer, 2], if given, adds
+    What is below the activity thresholds that they learnt is 0 too. ``errors`` float64 [layer, 2], if given, adds
     up per layer the relative error of the FFN's output against its own values, and the tokens. The first
     ``dense`` rows of a pass keep all of their values. With ``oracle`` [layer] each token keeps that share of a layer's
     neurons instead, those of the largest contributions, which only a computed layer knows.
@@ -68,7 +68,8 @@ def restricted(
     for layer, site in enumerate(ffn_sites(loaded.model, spec)):
         attach(layer, site)
     try:
-        yield
+        with thresholded(loaded, activity) if spec.raised(activity) else nullcontext():
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -90,8 +91,8 @@ def texts_of(trace: Trace, rows: np.ndarray, most: int) -> list[list[int]]:
 
 
 def exact_perplexity(loaded: Loaded, predictors: Predictors, texts: list[list[int]]) -> float:
-    """Perplexity of ``texts`` with all active neurons: of magnitude kinds that of the thresholded model."""
-    if loaded.spec.sparsity_kind != "magnitude":
+    """Perplexity of ``texts`` with all active neurons: those above what thresholds were learnt."""
+    if not predictors.activity:
         return perplexity(loaded, texts)
     with thresholded(loaded, predictors.activity):
         return perplexity(loaded, texts)
