@@ -18,8 +18,8 @@ from dinfer.exec import Session, quality
 from dinfer.exec.decode import decode_token, end_token
 from dinfer.exec.kernels_cpu import ffn_cpu
 from dinfer.exec.quality import Scorer, ways_of
-from dinfer.machine import Cost
-from dinfer.policies.balanced import ADDED, DROPPED, LOST, RECOVERED, SKIPPED
+from dinfer.machine import Cost, Factors
+from dinfer.policies.balanced import ADDED, DROPPED, LOST, RECOVERED, SKIPPED, Levels
 from dinfer.record.generate import listening, load, thresholded
 from dinfer.record.recorder import record
 from dinfer.sim import simulate
@@ -174,6 +174,19 @@ def test_simulator_and_executor_choose_the_same_levels_and_do_nearly_the_same_wo
     assert executed.work[..., :2].sum(axis=(0, 1)) == pytest.approx(simulated.work[..., :2].sum(axis=(0, 1)), rel=0.05)
     fixed = replace(plan, threshold={"name": "fixed"}, levels=None)
     assert simulated.timeline.seconds < 0.97 * simulate(fixed, trace).timeline.seconds
+
+
+def test_levels_are_chosen_again_when_the_measured_costs_have_moved(directory, trace, plan, monkeypatch):
+    # after each token, by the factors that the timeline records: those by which `simulate --believed` chooses too
+    chosen, choose = [], Levels.choose
+    monkeypatch.setattr(Levels, "choose", lambda self, costs: chosen.append(choose(self, costs)) or chosen[-1])
+    few = trace.rows((trace.tokens["sequence"] < 3).to_numpy())
+    with Session(plan, directory, "cpu", costs="running") as session:
+        believed = session.replay(few).timeline.believed
+    assert len(believed) == len(few.phase("decode"))
+    costs = [plan.costs, *(plan.costs.scaled(Factors(*factors)) for _, *factors in believed.tolist())]
+    assert len({tuple(each) for each in costs}) > 2
+    assert np.array_equal(chosen, [choose(plan.levels, each) for each in costs])
 
 
 @pytest.mark.parametrize("hidden", [64, 70])
