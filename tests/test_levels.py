@@ -21,6 +21,7 @@ from dinfer.exec.quality import Scorer, ways_of
 from dinfer.machine import Cost, Factors
 from dinfer.policies.balanced import ADDED, DROPPED, LOST, RECOVERED, SKIPPED, Levels
 from dinfer.record.generate import listening, load, thresholded
+from dinfer.record.predictor import Settings, train
 from dinfer.record.recorder import record
 from dinfer.sim import simulate
 from dinfer.solve import budget_for_share, make_plan
@@ -238,6 +239,22 @@ def test_a_raised_threshold_is_the_model_with_it(tiny_models, tmp_path, name, de
         simulated = simulate(plan, recorded)
         decoded = recorded.phase("decode")
         assert np.array_equal(simulated.work[..., :2].sum(axis=2), bits.count(decoded.active))
+
+
+def test_a_predictor_of_raised_thresholds_is_for_plans_with_these(tiny_models, tmp_path):
+    own, raised = (
+        record(tiny_models["llama-relu"], prompts(8), 60, tmp_path / name, hidden=True, max_new_tokens=8, **settings)
+        for name, settings in (("own", {}), ("raised", {"thresholds": [0.5, 0.6, 0.45, 0.7]}))
+    )
+    predictor = train(raised, tmp_path / "p", Settings(share=0.4, epochs=1, batch=64))
+    assert predictor.activity == pytest.approx(raised.meta["thresholds"])
+    budget = budget_for_share(own.spec, CPU_BOUND, 0.4, 64) + predictor.bytes
+    settings = {"context": 64, "activation": "predicted", "predictor": predictor}
+    plan = make_plan(raised, CPU_BOUND, budget, **settings)
+    with Session(plan, tiny_models["llama-relu"], "cpu", predictor=predictor) as session:
+        assert len(session.generate([5, 7, 9], max_tokens=4, stop=False).ids) == 4
+    with pytest.raises(InputError, match="^predictor learnt other activity thresholds than the trace's; plan with"):
+        make_plan(own, CPU_BOUND, budget, **settings)
 
 
 def test_what_cannot_balance_is_refused(trace, plan, tiny_models, tmp_path):

@@ -148,8 +148,8 @@ def _spec_of(trace: Trace, spec: ModelSpec | None) -> ModelSpec:
 
 def _check_predictor(predictor: Predictors, trace: Trace, thresholds: tuple[float, ...]) -> None:
     predictor.check_model(trace.spec, trace.meta.get("weights", ""))
-    learnt = predictor.activity or (0.0,) * bool(thresholds)
-    if thresholds and not np.allclose(thresholds, learnt, rtol=1e-5):
+    learnt = predictor.activity
+    if len(thresholds) != len(learnt) or not np.allclose(thresholds, learnt, rtol=1e-5):
         raise InputError(
             "predictor learnt other activity thresholds than the trace's; plan with the trace that it was trained on, "
             "or one recorded with the same thresholds"
