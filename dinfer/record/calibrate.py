@@ -71,8 +71,9 @@ def calibrate(
 ) -> Calibration:
     """Thresholds for ``sparsity`` (or the given ones), scales and costs, from dense runs on ``prompts``.
 
-    ``allocation`` is one of ALLOCATIONS: the same sparsity in each layer, or ``sparsity`` in the mean, shared out
-    greedily under one model-wide error (record/allocate.py).
+    ``allocation`` is one of ALLOCATIONS: the same sparsity in each layer (of ReLU kinds, which were trained with one
+    threshold for all layers, the same threshold), or ``sparsity`` in the mean, shared out greedily under one model-wide
+    error (record/allocate.py).
     Every second prompt sets the thresholds, the others measure sparsity, output error and perplexity; a single
     prompt does both. Those of a ReLU kind raise its own, where the wanted sparsity is above it. Raises InputError when
     a magnitude kind has neither or when a ReLU kind's are below its own.
@@ -85,7 +86,7 @@ def calibrate(
     if given is None:
         assert sparsity is not None
         own = np.float32(loaded.spec.gate_threshold)
-        given = own + magnitudes.quantile(sparsity)
+        given = own + magnitudes.quantile(sparsity, together=loaded.spec.sparsity_kind == "relu")
         if allocation == "greedy":
             given = own + _shared_out(loaded, magnitudes, heard, given, sparsity)
     errors = _Errors(loaded, given)
@@ -218,9 +219,13 @@ class _Magnitudes:
         self.bins[layer] += np.bincount(codes, minlength=self.bins.shape[1])
         self.errors[layer] += np.bincount(codes, contribution.square().cpu().numpy().ravel(), self.bins.shape[1])
 
-    def quantile(self, share: float) -> np.ndarray:
-        """float32 [layers]: scores below which ``share`` of the neurons lie, to a step of 2**-9."""
-        below = np.cumsum(self.bins, axis=1)
+    def quantile(self, share: float, together: bool = False) -> np.ndarray:
+        """float32 [layers]: scores below which ``share`` of each layer's neurons lie, to a step of 2**-9.
+
+        ``together`` gives all layers the one below which that share of all neurons lies.
+        """
+        bins = np.broadcast_to(self.bins.sum(axis=0), self.bins.shape) if together else self.bins
+        below = np.cumsum(bins, axis=1)
         return self.edge(np.argmax(below >= share * below[:, -1:], axis=1))
 
     @staticmethod
