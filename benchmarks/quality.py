@@ -91,10 +91,14 @@ def cell(row: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """A row a way of each plan, every cell with its interval."""
-    rows = []
+    """A row a way of each plan, every cell with its interval, but for those that an earlier plan has too."""
+    rows, seen = [], set()
     for each in results:
         for row in each["ways"]:
+            figures = tuple(row[name] for name in ("way", "computed_share", "perplexity", "ratio", "divergence"))
+            if figures in seen:
+                continue
+            seen.add(figures)
             cells = {"plan": each["plan"], "way": row["way"], "computed": f"{row['computed_share']:.0%}"}
             cells["perplexity"] = cell(row, "perplexity", ".2f")
             cells["of dense"] = cell(row, "ratio", ".3f")
@@ -117,7 +121,8 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
         "Made by `benchmarks/quality.py`. 95% intervals in brackets: bootstrap over blocks, of the ratio from paired",
         "differences; Wilson for agreement and accuracies. The tasks are ours, 32 items each, in the form of those",
         "named.",
-        "Computed: the share of the neurons above the thresholds, or predicted.",
+        "Computed: the share of the neurons above the thresholds, or predicted. Rows that a plan shares with one above",
+        "are left out.",
     ]
     for model, kind in dict.fromkeys((each["model"], each["kind"]) for each in results):
         mine = [each for each in results if (each["model"], each["kind"]) == (model, kind)]
