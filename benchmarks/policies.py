@@ -2,7 +2,8 @@
 in.
 
 Simulated on the catalogue's machines. Traces of the presets are synthetic, their offline profile is off by
-the preset's mismatch; smollm2-small is a real recording, planned from the sequences that are not replayed.
+the preset's mismatch; smollm2-small and smollm2-relu-small are real recordings, each planned from the sequences
+that are not replayed.
 With ``oracle`` the next layer's set is predicted without error and only it is computed; with ``previous``
 each set is predicted to be that of the token before and all gates are computed. Either way all active neurons
 are computed: what differs is where.
@@ -21,7 +22,7 @@ import numpy as np
 import typer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bounds import clairvoyant_bound, speed_bound
+from bounds import clairvoyant_bound, free_link_bound, link_bound
 from rows import OUTPUTS, Row, machine_line, write
 
 from dinfer import bits
@@ -38,10 +39,10 @@ from dinfer.trace import Trace
 from dinfer.units import format_bytes
 
 TRACES = Path(__file__).parents[1] / "traces"
-REAL = "smollm2-small"
+RECORDINGS = ("smollm2-small", "smollm2-relu-small")
 PREDICTIONS = {"oracle": "predicted", "previous": "exact"}  # and what is computed with it
 HELD_OUT = 48
-"""Decode tokens of the recording that are replayed and not planned from, at least."""
+"""Decode tokens of a recording that are replayed and not planned from, at least."""
 
 
 class Setting(NamedTuple):
@@ -61,8 +62,7 @@ CASES = (
     ("relullama-7b", "pc-low", (0.15, 0.3, 0.5)),
     ("relullama-13b", "pc-high", (0.15, 0.3, 0.5)),
     ("prosparse-13b", "pc-high", (0.15, 0.3, 0.5)),
-    (REAL, "pc-low", (0.25, 0.5)),
-    (REAL, "pc-high", (0.25, 0.5)),
+    *((recording, machine, (0.25, 0.5)) for recording in RECORDINGS for machine in ("pc-low", "pc-high")),
 )
 
 
@@ -83,8 +83,8 @@ FULL, QUICK = Size(256, 2, 0), Size(24, 2, 3)
 @cache
 def traces(model: str, size: Size) -> tuple[Trace, Trace, np.ndarray]:
     """The trace to plan from, the one to replay, and the offline profile float32 [layer, neuron]."""
-    if model == REAL:
-        seen, replayed = Trace.load(TRACES / REAL).hold_out(HELD_OUT)
+    if model in RECORDINGS:
+        seen, replayed = Trace.load(TRACES / model).hold_out(HELD_OUT)
         return seen, replayed, seen.frequency
     spec = catalogue_models()[model]
     spec = replace(spec, layers=size.layers or spec.layers)
@@ -137,14 +137,15 @@ def clairvoyant(plan: Plan, trace: Trace) -> float:
 def compare(setting: Setting, size: Size) -> list[dict[str, Any]]:
     """All policies on one plan: one record each."""
     plan, trace = plan_of(setting, size)
-    most, known = speed_bound(plan, trace), clairvoyant(plan, trace)
+    free, link = free_link_bound(plan, trace), link_bound(plan, trace)
+    known = {"bound": min(free, link), "free_link_bound": free, "clairvoyant": clairvoyant(plan, trace)}
     names = [name for name in CACHES if setting.prediction == "oracle" or not CACHES[name].clairvoyant]
     records = []
     for name in names:
         done = run(plan, trace, name)
         records.append(
-            {**setting._asdict(), "vram": format_bytes(plan.vram_bytes), "cache": name, "bound": most,
-             "clairvoyant": known, **figures(plan, trace, name, done)}
+            {**setting._asdict(), "vram": format_bytes(plan.vram_bytes), "cache": name, **known,
+             **figures(plan, trace, name, done)}
         )  # fmt: skip
     best = max(
         (run(replace(plan, window=window), trace, "hot_predicted").timeline.tokens_per_second, window)
@@ -152,18 +153,20 @@ def compare(setting: Setting, size: Size) -> list[dict[str, Any]]:
     )
     records.append(
         {**setting._asdict(), "vram": format_bytes(plan.vram_bytes), "cache": "hot_predicted, best window",
-         "bound": most, "clairvoyant": known, "tokens_per_second": best[0], "window": best[1]}
+         **known, "tokens_per_second": best[0], "window": best[1]}
     )  # fmt: skip
     return records
 
 
 def figures(plan: Plan, trace: Trace, cache: str, done: Run) -> dict[str, float]:
-    """Speed, the GPU's share of active neurons, fetches a layer and token, shares in vain and hidden."""
+    """Speed, the GPU's share of active neurons and of layers (left nothing to the CPU), fetches a layer and
+    token, shares in vain and hidden."""
     on_gpu, on_cpu, fetched, wasted = done.work.sum((0, 1)).astype(float)
     cells = done.work.shape[0] * done.work.shape[1]
     return {
         "tokens_per_second": done.timeline.tokens_per_second,
         "gpu_share": on_gpu / (on_gpu + on_cpu),
+        "whole_share": float((done.work[:, :, 1] == 0).mean()),
         "fetched": fetched / cells,
         "wasted_share": wasted / max(fetched, 1.0),
         "hidden_share": hidden_share(plan, trace, cache, done),
@@ -338,7 +341,7 @@ def draw_shares(records: list[dict[str, Any]], path: Path) -> None:
     """
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 1, figsize=(13, 7.4), sharex=False, layout="constrained")
+    figure, axes = plt.subplots(2, 1, figsize=(16, 7.4), sharex=False, layout="constrained")
     for axis, prediction in zip(axes, PREDICTIONS, strict=True):
         mine = [r for r in records if r["prediction"] == prediction and r["cache"] in COLOURS]
         settings = list(dict.fromkeys((r["model"], r["machine"], r["share"]) for r in mine))
@@ -468,7 +471,7 @@ def main(
 def _others(size: Size) -> dict[str, list[dict[str, Any]]]:
     some = [
         Setting(model, machine, 0.3, prediction)
-        for model, machine in (("relullama-7b", "pc-low"), ("prosparse-13b", "pc-high"))
+        for model, machine in (("relullama-7b", "pc-low"), ("prosparse-13b", "pc-high"), (RECORDINGS[1], "pc-low"))
         for prediction in PREDICTIONS
     ]
     print("sensitivity, placement, crossover, exact bound", file=sys.stderr)
