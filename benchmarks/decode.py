@@ -1,8 +1,9 @@
 """Tokens a second of dinfer, transformers, accelerate's offload and llama.cpp: same weights, prompt, precision, cores.
 
-Each system decodes in a process of its own, one after another; what a token must read over what this machine can
-read is the roofline. Without an NVIDIA GPU all of them compute on the CPU: dinfer's sparse decoding against dense
-decoding on the same cores, and once with a GPU and a link that are emulated.
+Each system decodes in a process of its own, one after another and once more in the reverse order, as a shared machine
+reads memory at half its speed in some minutes; what a token must read over what this machine can read is the roofline.
+Without an NVIDIA GPU all of them compute on the CPU: dinfer's sparse decoding against dense decoding on the same cores,
+and once with a GPU and a link that are emulated.
 """
 
 import json
@@ -129,25 +130,33 @@ def _measure(case, systems, llama_python, threads, repeat, gib, where) -> dict[s
     job |= {"forced": case.forced, "trace": None, "thresholds": [], "share": 0.0}
     job |= {"threads": threads, "repeat": repeat, "gib": gib}
     sparse = {"trace": str(case.trace) if case.trace else None, "thresholds": case.thresholds}
-    read = [_run(case, "bandwidth", job, where)]
-    found, missing = {}, {}
+    jobs: dict[str, tuple[Any, ...]] = {}
+    missing = {}
     if "transformers" in systems:
-        found["transformers"] = _run(case, "transformers", job, where)
+        jobs["transformers"] = "transformers", job
     if "accelerate" in systems:
-        found["accelerate cpu_offload"] = _run(case, "accelerate cpu_offload", job, where)
+        jobs["accelerate cpu_offload"] = "accelerate cpu_offload", job
     if "llama.cpp" in systems and llama_python is None:
         missing["llama.cpp"] = f"not installed; in an environment of its own: {INSTALL}; then give --llama-python"
         print(f"llama.cpp is {missing['llama.cpp']}", file=sys.stderr)
     elif "llama.cpp" in systems:
-        job["gguf"] = str(_gguf(case, where))
-        found["llama.cpp"] = _run(case, "llama.cpp", job, where, llama_python)
-    if case.spec.sparsity_kind == "magnitude" or case.trace is None:
-        found["dinfer dense"] = _run(case, "dinfer", job | {"thresholds": []}, where)
-    found["dinfer sparse"] = _run(case, "dinfer", job | sparse, where)
+        jobs["llama.cpp"] = "llama.cpp", job | {"gguf": str(_gguf(case, where))}, llama_python
+    if case.spec.sparsity_kind == "magnitude":  # a ReLU model is sparse by itself
+        jobs["dinfer dense"] = "dinfer", job | {"thresholds": []}
+    jobs["dinfer sparse"] = "dinfer", job | sparse
     if "emulated" in systems:
-        found["dinfer sparse, emulated GPU"] = _run(case, "dinfer", job | sparse | {"share": 0.5}, where)
-    read.append(_run(case, "bandwidth", job, where))
-    rates = [each["bytes_per_second"] for each in read]
+        jobs["dinfer sparse, emulated GPU"] = "dinfer", job | sparse | {"share": 0.5}
+    rates, found = [], {}
+    for order in (list(jobs), list(jobs)[::-1]):
+        rates.append(_run(case, "bandwidth", job, where)["bytes_per_second"])
+        for name in order:
+            system, *rest = jobs[name]
+            result = _run(case, system, rest[0], where, *rest[1:])
+            for kept in ("seconds", "first_seconds") if name in found else ():
+                result[kept] = found[name][kept] + result[kept]
+            found[name] = result
+    rates.append(_run(case, "bandwidth", job, where)["bytes_per_second"])
+    found = {name: found[name] for name in jobs}
     _check_tokens(case, found)
     return {"case": case, "threads": threads, "read": rates, "systems": found, "missing": missing}
 
@@ -178,7 +187,8 @@ def _check_tokens(case: Case, found: dict[str, Any]) -> None:
     if case.forced or "transformers" not in found:
         return
     expected = found["transformers"]["ids"]
-    same = ["accelerate cpu_offload", "dinfer dense", *(["llama.cpp"] if case.gguf_agrees else [])]
+    exact = "dinfer dense" if case.spec.sparsity_kind == "magnitude" else "dinfer sparse"
+    same = ["accelerate cpu_offload", exact, *(["llama.cpp"] if case.gguf_agrees else [])]
     for system in same:
         if system in found:
             equal = np.array(expected) == np.array(found[system]["ids"])
@@ -259,13 +269,13 @@ def _save(path: Path, measured: dict[str, Any]) -> None:
 def _markdown(document: dict[str, Any]) -> str:
     lines = ["# Decoding, against peers on the same cores", ""]
     for setting, kept in document.items():
-        before, after = (rate / 1e9 for rate in kept["read_bytes_per_second"])
+        rates = ", ".join(f"{rate / 1e9:.1f}" for rate in kept["read_bytes_per_second"])
         lines += [
             f"## {setting}",
             "",
             f"{kept['machine']}. {kept['threads']} threads, prompt of {kept['prompt_tokens']} tokens, {kept['steps']} "
-            f"decoded, median and quartiles of {kept['runs']} runs. Pure read {before:.1f} GB/s before, {after:.1f} "
-            "after.",
+            f"decoded, median and quartiles of {kept['runs']} runs. Pure reads meanwhile: {rates} "
+            "GB/s.",
             "",
             "| system | tokens/s | quartiles | dinfer sparse is | first token | MB a token | roofline | of it |",
             "|---|--:|--:|--:|--:|--:|--:|--:|",
