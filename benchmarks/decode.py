@@ -105,7 +105,8 @@ def _case(name: str, dtype: str, layers: int, steps: int, where: Path) -> Case:
     # thresholds of the recorded trace, 60% sparse; of another model of that kind none are known: dense
     traced = Trace.load(SMALL_TRACE) if silu and name == "smollm2" else None
     thresholds = tuple(traced.meta["thresholds"]) if traced else ()
-    return Case(name, directory, spec, dtype, list(prompt), steps, [], None, thresholds, spec.activation == "silu")
+    agrees = spec.activation == "silu"
+    return Case(directory.name, directory, spec, dtype, list(prompt), steps, [], None, thresholds, agrees)
 
 
 def _random_case(name: str, dtype: str, layers: int, steps: int, where: Path) -> Case:
