@@ -131,28 +131,28 @@ def _measure(case, systems, llama_python, threads, repeat, gib, where) -> dict[s
     job |= {"forced": case.forced, "trace": None, "thresholds": [], "share": 0.0}
     job |= {"threads": threads, "repeat": repeat, "gib": gib}
     sparse = {"trace": str(case.trace) if case.trace else None, "thresholds": case.thresholds}
-    jobs: dict[str, tuple[Any, ...]] = {}
+    jobs: dict[str, tuple[str, dict[str, Any], Path | None]] = {}
     missing = {}
     if "transformers" in systems:
-        jobs["transformers"] = "transformers", job
+        jobs["transformers"] = "transformers", job, None
     if "accelerate" in systems:
-        jobs["accelerate cpu_offload"] = "accelerate cpu_offload", job
+        jobs["accelerate cpu_offload"] = "accelerate cpu_offload", job, None
     if "llama.cpp" in systems and llama_python is None:
         missing["llama.cpp"] = f"not installed; in an environment of its own: {INSTALL}; then give --llama-python"
         print(f"llama.cpp is {missing['llama.cpp']}", file=sys.stderr)
     elif "llama.cpp" in systems:
         jobs["llama.cpp"] = "llama.cpp", job | {"gguf": str(_gguf(case, where))}, llama_python
     if case.spec.sparsity_kind == "magnitude":  # a ReLU model is sparse by itself
-        jobs["dinfer dense"] = "dinfer", job | {"thresholds": []}
-    jobs["dinfer sparse"] = "dinfer", job | sparse
+        jobs["dinfer dense"] = "dinfer", job, None
+    jobs["dinfer sparse"] = "dinfer", job | sparse, None
     if "emulated" in systems:
-        jobs["dinfer sparse, emulated GPU"] = "dinfer", job | sparse | {"share": 0.5}
+        jobs["dinfer sparse, emulated GPU"] = "dinfer", job | sparse | {"share": 0.5}, None
     rates, found = [], {}
     for order in (list(jobs), list(jobs)[::-1]):
         rates.append(_run(case, "bandwidth", job, where)["bytes_per_second"])
         for name in order:
-            system, *rest = jobs[name]
-            result = _run(case, system, rest[0], where, *rest[1:])
+            system, task, python = jobs[name]
+            result = _run(case, system, task, where, python)
             for kept in ("seconds", "first_seconds") if name in found else ():
                 result[kept] = found[name][kept] + result[kept]
             found[name] = result

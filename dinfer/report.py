@@ -251,7 +251,7 @@ def early_line(plan: Plan) -> str:
     early = plan.predictor.get("early") or early_layers(plan.lookahead)
     layers = early["layers"]
     if not layers:
-        return f"not predicted ahead: any; {own_residual(0)}"
+        return f"no layer is predicted ahead: {own_residual(0)}"
     names = "layer 0" if len(layers) == 1 else f"layers 0 to {layers[-1]}"
     if early["way"] == "resident":
         return f"not predicted {plan.lookahead} ahead: {names}, as {early['why']}; resident and computed whole"

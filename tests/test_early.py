@@ -86,7 +86,7 @@ def test_the_plan_says_which_and_why(trace, tmp_path):
         "not predicted 2 ahead: layers 0 to 1, as no layer stands 2 before layers 0 to 1; resident and computed whole"
     )
     assert plan_lines(planned(trace, 0, "predicted"))[3] == (
-        "not predicted ahead: any; each layer is predicted from its own residual (k = 0)"
+        "no layer is predicted ahead: each layer is predicted from its own residual (k = 0)"
     )
     table = layers_table(resident)
     assert table["prediction"].tolist() == ["none: resident"] * 2 + ["trained"] * 2

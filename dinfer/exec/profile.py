@@ -186,8 +186,10 @@ def _fit(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine,
     ]
     values["prefetch"], described = _fit_prefetch(spec, blank, _stream(frame, "prefetch", "h2d"))
     fits.append(described)
-    values["delay"], described = _fit_delay(moving, values["handoff"][0])
-    fits.append(described)
+    values["delay"] = [0.0, 0.0]
+    if blank.emulated:
+        values["delay"], described = _fit_delay(moving, values["handoff"][0])
+        fits.append(described)
     moved = _stream(moving, "attention", "gpu")
     at_rest, per_position = values["attention"]
     expected = at_rest + per_position * moved["position"].mean() if len(moved) else 0.0
@@ -309,7 +311,7 @@ def _fit_prefetch(spec: ModelSpec, blank: Machine, rows: pd.DataFrame) -> tuple[
 def _fit_delay(moving: pd.DataFrame, handoff: float) -> tuple[list[float], Fit]:
     """How much later than ``handoff`` the CPU begins while an emulated link copies, affine in the copied neurons."""
     later = _handoff(moving).groupby(level=0).agg(_mean) - handoff
-    neurons = _stream(moving, "prefetch", "h2d").groupby("run")["neurons"].mean().reindex(later.index)
+    neurons = _stream(moving, "prefetch", "h2d").groupby("run")["neurons"].mean().reindex(later.index, fill_value=0)
     fixed, each = nnls(np.column_stack([np.ones(len(later)), neurons]), later.to_numpy())[0]
     residual = float((fixed + each * neurons - later).abs().mean() / later.abs().mean())
     return [float(fixed), float(each)], Fit("delay", fixed * 1e6, each * 1e9, "neuron", residual, len(later))
@@ -360,7 +362,7 @@ def _machine(spec: ModelSpec, blank: Machine, values: dict[str, list[float]], si
         schedule=Cost(values["schedule"][0]),
         hand=Cost(sides.hand),
         wake=Cost(values["wake"][0]),
-        delay=Cost(delay_fixed, _rate(spec.neuron_bytes, delay_neuron)) if blank.emulated else Cost(),
+        delay=Cost(delay_fixed, _rate(spec.neuron_bytes, delay_neuron)),
     )
     return replace(
         blank,
