@@ -122,7 +122,7 @@ class NaiveS3Fifo:
 
 
 class NaiveTimeSaved:
-    """``layer`` 0 or a lookahead of 0 hides nothing; ``beliefs`` as the step's."""
+    """``layer`` 0 or a lookahead of 0 hides copies behind itself only; ``beliefs`` as the step's."""
 
     def __init__(self, case, cache, beliefs=FREE, layer=0) -> None:
         self.count = {i: int(np.rint(f * 8)) for i, f in enumerate(case.frequency[0])}
@@ -139,33 +139,34 @@ class NaiveTimeSaved:
         return self.uses / max(self.swaps, 1.0) - 1.0 / math.sqrt(max(self.swaps / 1024.0, 1.0))
 
     def room(self, slots, hits, misses, window):
-        """Copies that are hidden with and without a part of the CPU, and seconds that each costs."""
+        """Copies that stay hidden, seconds that each costs, and seconds that all that is missing saves beyond them."""
         costs, lag = self.beliefs.costs, self.beliefs.lag
-        idle, alone, merge, slowed = self.parameters[[9, 10, 11, 14]]
-        link = costs.link_neuron_seconds
-        if not self.hidden:
-            return window, 0, link
+        idle, beside, merge, slowed = self.parameters[[9, 10, 11, 14]]
+        link, fixed = costs.link_neuron_seconds, costs.prefetch_fixed_seconds
         saved = max(costs.cpu_neuron_seconds, 1e-15)
         cpu = costs.cpu_seconds(self.beliefs.neurons, 0) - slots * costs.cpu_gate_seconds + misses * saved
         gpu = costs.gpu_fixed_seconds + slots * costs.gpu_gate_seconds + hits * costs.gpu_neuron_seconds
-        whole = idle + max(cpu, gpu)
-        slowed = link * slowed * min(1.0, cpu / max(whole, 1e-15))
-
-        def most(seconds, each):
-            return int(min(max(seconds / max(each, 1e-15), 0.0), window))
-
-        some = most(whole - costs.prefetch_fixed_seconds, link - slowed + (0.0 if lag else saved))
-        if misses > slots - hits:
-            return some, 0, slowed
-        part = max(gpu + misses * costs.gpu_neuron_seconds, cpu - min(some, misses) * saved + merge)
-        return some, most(alone + part - costs.prefetch_fixed_seconds, link), slowed
+        if self.hidden:
+            behind = idle + max(cpu, gpu)
+            slowed = link * slowed * min(1.0, cpu / max(behind, 1e-15))
+            each = link - slowed + (0.0 if lag else saved)
+        else:
+            behind, slowed = cpu - gpu, link * slowed
+            each = link + (0.0 if lag else saved) + costs.gpu_neuron_seconds
+        some = int(min(max((behind - fixed) / max(each, 1e-15), 0.0), window))
+        if misses > min(slots - hits, window) or beside < 0:
+            return some, slowed, 0.0
+        moved = min(some, misses)
+        part = max(gpu + moved * costs.gpu_neuron_seconds, cpu - moved * saved + merge)
+        copied, alone = fixed + misses * link, gpu + misses * costs.gpu_neuron_seconds
+        return some, slowed, part - (max(alone, copied - beside) if self.hidden else copied + alone)
 
     def step(self, resident, active, window, future):
         costs, trailing = self.beliefs.costs, self.beliefs.lag > 0
         saved = max(costs.cpu_neuron_seconds, 1e-15)
         uses = self.judge(active)
         misses = len(active - resident)
-        some, every, cost = self.room(len(resident), len(active & resident), misses, window)
+        some, cost, whole = self.room(len(resident), len(active & resident), misses, window)
         unit = self.clock / self.horizon
         ahead = max(1.0, min(uses / max(1.0 - uses, 0.01), self.horizon)) if trailing else 1.0
         now, margin = int(ahead * unit + 0.5), int(min(cost / saved * unit + 0.5, 255.0))
@@ -174,12 +175,13 @@ class NaiveTimeSaved:
             for i, f in self.count.items()
         }
         outside = set(value) - resident
-        n = gainful([value[i] for i in outside], [value[i] for i in resident])
-        n = min(n, max(some, misses) if misses <= min(every, n) else some)
+        n = min(some, gainful([value[i] for i in outside], [value[i] for i in resident]))
+        make_whole = whole > 0 and whole + misses * self.horizon * uses * saved > 0
+        n = max(n, misses) if make_whole else n
         fetch, evict = best(outside, n, value.get), best(resident, n, lambda i: -value[i])
         self.fetched, self.evicted = set(fetch), set(evict)
         gain = 0 if trailing else len(self.fetched & active) - len(self.evicted & active)
-        pays = (gain + n * self.horizon * uses) * saved > n * cost + costs.prefetch_fixed_seconds
+        pays = make_whole or (gain + n * self.horizon * uses) * saved > n * cost + costs.prefetch_fixed_seconds
         self.count = {i: min(f + (i in active), 63) for i, f in self.count.items()}
         self.clock += 1
         if self.clock == 64:

@@ -1,6 +1,7 @@
 """Each newer policy against its rule in plain Python, against libcachesim, the exact bound and the clock."""
 
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from dinfer.policies.time_saved import TimeSaved, slowed_share
 from dinfer.record.synth import Statistics, profile, synth
 from dinfer.sim import simulate
 from dinfer.solve import budget_for_share, make_plan
+from dinfer.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from bounds import clairvoyant_bound, gaps_between_uses, most_hits, speed_bound
@@ -352,14 +354,35 @@ def test_a_layer_that_cannot_be_predicted_falls_back():
     assert moved[3] < 0.1 * np.median(moved)
 
 
-def test_the_first_layer_has_nothing_to_hide_behind():
-    """Layer 0 of a real model has cosine -0.14 to the next: its own prediction comes when it is needed."""
+@pytest.mark.parametrize("machine", ["pc-low", "pc-high"])
+def test_where_no_layer_before_hides_copies_the_cpus_part_of_the_layer_does(machine):
+    """At lookahead 0, and in layer 0: while the CPU computes the GPU waits anyhow."""
     trace = synth(SPEC, SKEWED, 48)
-    plan = plan_for(trace, SKEWED, load_machine("pc-high"), prediction="oracle", activation="predicted")
-    moved = (
-        simulate(replace(plan, cache={"name": "time_saved"}), trace, spans=False).work[:, :, 2].sum(axis=0)
-    )
-    assert moved[0] < 0.2 * moved[1:].min()
+    plan = plan_for(trace, SKEWED, load_machine(machine), prediction="oracle", activation="predicted")
+    moved = simulate(replace(plan, cache={"name": "time_saved"}), trace, spans=False).work[:, :, 2].sum(axis=0)
+    assert 0 < moved[0] < moved[1:].min()
+    beside = replace(plan, lookahead=0)
+    ours = seconds_of(beside, trace, "time_saved")
+    assert ours < min(seconds_of(beside, trace, name) for name in ("static", "hot_predicted"))
+
+
+@pytest.mark.parametrize("machine", ["pc-low", "pc-high"])
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_layers_are_made_whole_where_little_is_missing(machine, share):
+    """Of the real ReLU model one prefetch can bring all that is missing: no CPU part, no crossing, no merge."""
+    seen, trace = Trace.load("traces/smollm2-relu-small").hold_out(48)
+    machine = load_machine(machine)
+    vram = budget_for_share(trace.spec, machine, share)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # all of the model would fit
+        plan = make_plan(seen, machine, vram, prediction="oracle", activation="predicted")
+    whole = {}
+    for name in ("static", "hot_predicted", "time_saved"):
+        run = simulate(replace(plan, cache={"name": name}), trace, spans=False)
+        whole[name] = (run.work[:, :, 1] == 0).mean()
+    assert whole["time_saved"] > max(whole["static"], 0.9 * whole["hot_predicted"])
+    ours = seconds_of(plan, trace, "time_saved")
+    assert ours < 1.01 * min(seconds_of(plan, trace, name) for name in ("static", "hot_predicted"))
 
 
 def test_the_dram_share_that_a_copy_takes_from_the_cpu():

@@ -1,8 +1,7 @@
 """time_saved: ours; swaps neurons while the CPU time saved exceeds the time spent, and hides its copies.
 
-Three things that v = a + lambda f does not ask: what a copy costs (link seconds that nothing hides, CPU
-seconds lost to the copy's share of the DRAM), how many copies fit behind the layer before, and whether past
-swaps were any good.
+Four things that v = a + lambda f does not ask: what a copy costs (CPU seconds lost to the copy's share of the
+DRAM), how many copies stay hidden, what a layer without a CPU part saves, and whether past swaps were any good.
 """
 
 from dataclasses import dataclass
@@ -75,31 +74,30 @@ def _judge(state, predicted):
 
 
 @plain
-def _most(seconds, each, window):
-    return np.int64(min(max(seconds / max(each, 1e-15), 0.0), np.float64(window)))
-
-
-@plain
 def _room(parameters, state, resident, predicted, window):
-    # the copies that hide behind the layer before, which is taken to be as this one: how many when some
-    # neurons are left to the CPU, how many when none is, and what a copy costs even so, in seconds
-    link, saved = parameters[LINK], parameters[SAVED]
-    slots = count(resident)
+    # how many copies stay hidden, what each costs the CPU even so, and the seconds saved if besides all that is
+    # missing comes, beyond what the hidden ones save: then there is no CPU part, no crossing and no merge
+    link, saved, slots = parameters[LINK], parameters[SAVED], count(resident)
     hits, misses = count_split(predicted, resident)
-    if parameters[AHEAD] == 0.0 or state[LAYER, 0] == 0:
-        return window, np.int64(0), link  # nothing hides them: they must be worth the wait
     cpu = parameters[CPU] - slots * parameters[CPU_SLOT] + misses * saved
     gpu = parameters[GPU] + slots * parameters[GPU_SLOT] + hits * parameters[GPU_NEURON]
-    whole = parameters[IDLE] + max(cpu, gpu)
-    slowed = link * parameters[SLOWED] * min(1.0, cpu / max(whole, 1e-15))
-    # a copy shortens what it hides behind by a use on the CPU, and lengthens it by what it slows the CPU
-    each = link - slowed + (0.0 if parameters[TRAILING] > 0.0 else saved)
-    some = _most(whole - parameters[LINK_FIXED], each, window)
-    if misses > slots - hits:
-        return some, np.int64(0), slowed
-    # without the CPU's part there is no merge, and waiting costs nothing up to what the part would have taken
-    part = max(gpu + misses * parameters[GPU_NEURON], cpu - min(some, misses) * saved + parameters[MERGE])
-    return some, _most(parameters[ALONE] + part - parameters[LINK_FIXED], link, window), slowed
+    shorter = 0.0 if parameters[TRAILING] > 0.0 else saved  # a copy makes the CPU's part shorter, if it is used
+    ahead = parameters[AHEAD] > 0.0 and state[LAYER, 0] > 0
+    if ahead:  # behind the layer before, which is taken to be as this one
+        behind = parameters[IDLE] + max(cpu, gpu)
+        slowed = link * parameters[SLOWED] * min(1.0, cpu / max(behind, 1e-15))
+        each = link - slowed + shorter
+    else:  # behind the CPU's part of the layer itself, before the GPU's
+        behind, slowed = cpu - gpu, link * parameters[SLOWED]
+        each = link + shorter + parameters[GPU_NEURON]
+    some = np.int64(min(max((behind - parameters[LINK_FIXED]) / max(each, 1e-15), 0.0), np.float64(window)))
+    if misses > min(slots - hits, window) or parameters[ALONE] < 0.0:
+        return some, slowed, 0.0
+    moved = min(some, misses)
+    part = max(gpu + moved * parameters[GPU_NEURON], cpu - moved * saved + parameters[MERGE])
+    copied, alone = parameters[LINK_FIXED] + misses * link, gpu + misses * parameters[GPU_NEURON]
+    whole = max(alone, copied - parameters[ALONE]) if ahead else copied + alone
+    return some, slowed, part - whole
 
 
 @plain
@@ -161,17 +159,19 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     scratch = scratch_sets(VALUE_BITS + 2, words)
     values, inside, outside = scratch[2:], scratch[0][:words], scratch[1][:words]
     uses = _judge(state, predicted)
-    some, every, cost = _room(parameters, state, resident, predicted, window)
+    some, cost, whole = _room(parameters, state, resident, predicted, window)
     unit = np.float64(state[CLOCK, 0]) / parameters[HORIZON]
     now_uses = _uses_of_predicted(parameters, uses)
     _fill_values(state, predicted, resident, unit, now_uses, cost / parameters[SAVED], values)
     for i in range(words):
         inside[i], outside[i] = resident[i], ~resident[i]
-    n = count_gainful(values, VALUE_BITS, window, outside, inside)
+    n = count_gainful(values, VALUE_BITS, some, outside, inside)
     _, misses = count_split(predicted, resident)
-    n = min(n, max(some, misses) if misses <= min(every, n) else some)
+    make_whole = whole > 0.0 and whole + misses * parameters[HORIZON] * uses * parameters[SAVED] > 0.0
+    if make_whole:
+        n = max(n, misses)
     _propose(state, values, resident, n, inside, fetch, evict)
-    if n > 0 and not _pays(parameters, state, predicted, n, uses, cost):
+    if n > 0 and not make_whole and not _pays(parameters, state, predicted, n, uses, cost):
         n = 0
     _count_activity(state, predicted)
     return n
@@ -182,9 +182,10 @@ class TimeSaved:
     """V = a + H f: uses now and in the next H tokens, by the neuron's frequency f; all constants are ours.
 
     Swaps what gains most, while one gains more CPU seconds than its copy costs and the copies stay hidden
-    behind the layer before. H is ``horizon`` tokens where predictions come in time: what was let go can be
-    fetched again before its next use, so that holding counts little. It is ``trailing`` where predictions are
-    of the token before and only holding helps; a then counts as many uses in a row as past swaps let expect.
+    behind the layer before; or all that is missing, where a layer without a CPU part saves more. H is ``horizon``
+    tokens where predictions come in time: what was let go can be fetched again before its next use, so that
+    holding counts little. It is ``trailing`` where predictions are of the token before and only holding helps; a
+    then counts as many uses in a row as past swaps let expect.
     Each swap is judged by the next token's prediction, also those that were proposed and not made; while the
     expected gain of a layer's swaps, less a standard error, is below their cost none is made.
     """
@@ -229,7 +230,7 @@ class TimeSaved:
                 costs.gpu_gate_seconds,
                 costs.gpu_neuron_seconds,
                 idle_seconds(beliefs),
-                costs.attention_seconds + costs.schedule_seconds if alone else -np.inf,
+                costs.attention_seconds + costs.schedule_seconds if alone else -1.0,
                 costs.state_down_seconds + costs.state_up_seconds + costs.merge_seconds,
                 costs.link_neuron_seconds,
                 costs.prefetch_fixed_seconds,
