@@ -123,8 +123,8 @@ class Plan:
             )
         if self.predictor and self.predictor["lookahead"] != self.lookahead:
             raise InputError(
-                f"lookahead is {self.lookahead}, but the predictor looks {self.predictor['lookahead']} layers ahead; "
-                "plan with the same, or train another predictor"
+                f"lookahead is {self.lookahead}, but the predictor's is {self.predictor['lookahead']}; plan with the "
+                "same, or train another predictor"
             )
         if "early" in self.predictor:
             self._check_early(self.predictor["early"])

@@ -311,7 +311,7 @@ def predictor_lines(predictors: "Predictors") -> list[str]:
     return [
         f"predictor {predictors.fingerprint()} of {spec.name}: ranks {min(ranks)} to {max(ranks)}, "
         f"{predictors.bits}-bit, {format_bytes(predictors.bytes)}, {share:.1%} of the FFN's 16-bit bytes",
-        f"looks {predictors.lookahead} layers ahead; {own_residual(predictors.lookahead)}",
+        f"lookahead {predictors.lookahead}; {own_residual(predictors.lookahead)}",
         f"on {quality['measured_on']}: recall {mean('recall'):.1%}, precision {mean('precision'):.1%}, predicted "
         f"{mean('predicted'):.1%} of the neurons where {mean('density'):.1%} are active, missing "
         f"{mean('missed'):.1%} of the output's norm",

@@ -436,7 +436,7 @@ def test_plans_name_their_predictor(run_of_tiny, tmp_path):
     assert plan.costs.predict_seconds == 0  # this machine's costs nothing
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    with refuses("lookahead is 2, but the predictor looks 1 layers ahead; plan with the same, or train another"):
+    with refuses("lookahead is 2, but the predictor's is 1; plan with the same, or train another"):
         replace(plan, lookahead=2)
     with refuses("prediction is 'previous' with predictor {"):
         replace(plan, prediction="previous")
@@ -496,7 +496,7 @@ def dinfer(*arguments, code=0):
 def test_the_command_line_trains_judges_plans_and_runs(run_of_tiny, tiny_models, tmp_path):
     trace, out, plan = run_of_tiny["llama-relu"][0], tmp_path / "p", tmp_path / "plan.json"
     command = ["train-predictor", trace, "-o", out, "--share", "0.3", "--epochs", "1"]
-    assert "looks 1 layers ahead; layer 0 is predicted from layer 0's residual (k = 0)" in dinfer(*command)
+    assert "lookahead 1; layer 0 is predicted from layer 0's residual (k = 0)" in dinfer(*command)
     assert f"error: {out} exists and is no unfinished training" in dinfer(*command, code=2)
     assert "recall" in dinfer(*command, "--force")
     judged = ["eval-predictor", trace, "--predictor", out, "-o", "json"]
