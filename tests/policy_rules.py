@@ -122,7 +122,7 @@ class NaiveS3Fifo:
 
 
 class NaiveTimeSaved:
-    """``layer`` 0 or a lookahead of 0 hides copies behind itself only; ``beliefs`` as the step's."""
+    """``layer`` 0 hides no copies, a lookahead of 0 hides them behind the layer itself; ``beliefs`` as the step's."""
 
     def __init__(self, case, cache, beliefs=FREE, layer=0) -> None:
         self.count = {i: int(np.rint(f * 8)) for i, f in enumerate(case.frequency[0])}
@@ -146,6 +146,8 @@ class NaiveTimeSaved:
         saved = max(costs.cpu_neuron_seconds, 1e-15)
         cpu = costs.cpu_seconds(self.beliefs.neurons, 0) - slots * costs.cpu_gate_seconds + misses * saved
         gpu = costs.gpu_fixed_seconds + slots * costs.gpu_gate_seconds + hits * costs.gpu_neuron_seconds
+        if self.beliefs.lookahead and not self.hidden:
+            return 0, link, 0.0
         if self.hidden:
             behind = idle + max(cpu, gpu)
             slowed = link * slowed * min(1.0, cpu / max(behind, 1e-15))
@@ -169,19 +171,31 @@ class NaiveTimeSaved:
         some, cost, whole = self.room(len(resident), len(active & resident), misses, window)
         unit = self.clock / self.horizon
         ahead = max(1.0, min(uses / max(1.0 - uses, 0.01), self.horizon)) if trailing else 1.0
-        now, margin = int(ahead * unit + 0.5), int(min(cost / saved * unit + 0.5, 255.0))
-        value = {
-            i: min(min(f + now * (i in active), 255) + margin * (i in resident), 255)
-            for i, f in self.count.items()
-        }
-        outside = set(value) - resident
-        n = min(some, gainful([value[i] for i in outside], [value[i] for i in resident]))
+        now = int(ahead * unit + 0.5)
+        outside = set(self.count) - resident
+
+        def valued(cost):
+            margin = int(min(cost / saved * unit + 0.5, 255.0))
+            return {
+                i: min(min(f + now * (i in active), 255) + margin * (i in resident), 255)
+                for i, f in self.count.items()
+            }
+
+        def gaining(value):
+            return gainful([value[i] for i in outside], [value[i] for i in resident])
+
+        link, value = costs.link_neuron_seconds, valued(cost)
+        n = min(some, gaining(value))
+        if n == some and not self.hidden:
+            value = valued(link)
+            n = max(n, min(window, gaining(value)))
         make_whole = whole > 0 and whole + misses * self.horizon * uses * saved > 0
         n = max(n, misses) if make_whole else n
         fetch, evict = best(outside, n, value.get), best(resident, n, lambda i: -value[i])
         self.fetched, self.evicted = set(fetch), set(evict)
         gain = 0 if trailing else len(self.fetched & active) - len(self.evicted & active)
-        pays = make_whole or (gain + n * self.horizon * uses) * saved > n * cost + costs.prefetch_fixed_seconds
+        spent = min(n, some) * cost + max(n - some, 0) * link + costs.prefetch_fixed_seconds
+        pays = make_whole or (gain + n * self.horizon * uses) * saved > spent
         self.count = {i: min(f + (i in active), 63) for i, f in self.count.items()}
         self.clock += 1
         if self.clock == 64:

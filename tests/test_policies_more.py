@@ -354,16 +354,21 @@ def test_a_layer_that_cannot_be_predicted_falls_back():
     assert moved[3] < 0.1 * np.median(moved)
 
 
-@pytest.mark.parametrize("machine", ["pc-low", "pc-high"])
-def test_where_no_layer_before_hides_copies_the_cpus_part_of_the_layer_does(machine):
-    """At lookahead 0, and in layer 0: while the CPU computes the GPU waits anyhow."""
+def test_the_first_layer_has_nothing_to_hide_behind():
+    """Layer 0 of a real model has cosine -0.14 to the next: its own prediction comes when it is needed."""
     trace = synth(SPEC, SKEWED, 48)
-    plan = plan_for(trace, SKEWED, load_machine(machine), prediction="oracle", activation="predicted")
+    plan = plan_for(trace, SKEWED, load_machine("pc-high"), prediction="oracle", activation="predicted")
     moved = simulate(replace(plan, cache={"name": "time_saved"}), trace, spans=False).work[:, :, 2].sum(axis=0)
-    assert 0 < moved[0] < moved[1:].min()
-    beside = replace(plan, lookahead=0)
-    ours = seconds_of(beside, trace, "time_saved")
-    assert ours < min(seconds_of(beside, trace, name) for name in ("static", "hot_predicted"))
+    assert moved[0] < 0.2 * moved[1:].min()
+
+
+@pytest.mark.parametrize("machine", ["pc-low", "pc-high"])
+def test_at_lookahead_0_the_cpus_part_of_the_layer_hides_copies(machine):
+    """While the CPU computes the GPU waits anyhow."""
+    trace = synth(SPEC, SKEWED, 48)
+    made = plan_for(trace, SKEWED, load_machine(machine), prediction="oracle", activation="predicted", lookahead=0)
+    ours = seconds_of(made, trace, "time_saved")
+    assert ours < min(seconds_of(made, trace, name) for name in ("static", "hot_predicted"))
 
 
 @pytest.mark.parametrize("machine", ["pc-low", "pc-high"])

@@ -82,7 +82,9 @@ def _room(parameters, state, resident, predicted, window):
     cpu = parameters[CPU] - slots * parameters[CPU_SLOT] + misses * saved
     gpu = parameters[GPU] + slots * parameters[GPU_SLOT] + hits * parameters[GPU_NEURON]
     shorter = 0.0 if parameters[TRAILING] > 0.0 else saved  # a copy makes the CPU's part shorter, if it is used
-    ahead = parameters[AHEAD] > 0.0 and state[LAYER, 0] > 0
+    ahead = parameters[AHEAD] > 0.0
+    if ahead and state[LAYER, 0] == 0:
+        return np.int64(0), link, 0.0  # nothing stands before layer 0, and what is beside it hides layer 1's copies
     if ahead:  # behind the layer before, which is taken to be as this one
         behind = parameters[IDLE] + max(cpu, gpu)
         slowed = link * parameters[SLOWED] * min(1.0, cpu / max(behind, 1e-15))
@@ -109,10 +111,16 @@ def _uses_of_predicted(parameters, uses):
 
 
 @plain
-def _fill_values(state, predicted, resident, unit, now_uses, cost_uses, values):
-    # worth in counts, a use being ``unit`` of them; what is resident is worth more by what a copy costs
-    now, cost = np.int64(now_uses * unit + 0.5), np.int64(min(cost_uses * unit + 0.5, 255.0))
-    weigh(state, now, predicted, cost, resident, values, VALUE_BITS)
+def _gainful(parameters, state, predicted, resident, uses, cost, most, values, inside, outside):
+    # how many swaps, ``most`` at most, gain more than a copy of ``cost`` seconds; leaves each neuron's worth in counts,
+    # a use being ``unit`` of them: what is resident is worth more by what a copy costs
+    unit = np.float64(state[CLOCK, 0]) / parameters[HORIZON]
+    now = np.int64(_uses_of_predicted(parameters, uses) * unit + 0.5)
+    held = np.int64(min(cost / parameters[SAVED] * unit + 0.5, 255.0))
+    weigh(state, now, predicted, held, resident, values, VALUE_BITS)
+    for i in range(resident.size):
+        inside[i], outside[i] = resident[i], ~resident[i]
+    return count_gainful(values, VALUE_BITS, most, outside, inside)
 
 
 @plain
@@ -133,7 +141,7 @@ def _propose(state, values, resident, n, pool, fetch, evict):
 
 
 @plain
-def _pays(parameters, state, predicted, n, uses, cost):
+def _pays(parameters, state, predicted, n, uses, spent):
     # whether the group is worth its copies and the copy's fixed part
     now = np.int64(0)
     if parameters[TRAILING] == 0.0:
@@ -141,7 +149,7 @@ def _pays(parameters, state, predicted, n, uses, cost):
             now += np.int64(popcount(state[FETCHED, i] & predicted[i]))
             now -= np.int64(popcount(state[EVICTED, i] & predicted[i]))
     gain = (now + n * parameters[HORIZON] * uses) * parameters[SAVED]
-    return gain > n * cost + parameters[LINK_FIXED]
+    return gain > spent + parameters[LINK_FIXED]
 
 
 @plain
@@ -160,18 +168,17 @@ def _step(parameters, state, resident, predicted, future, window, fetch, evict):
     values, inside, outside = scratch[2:], scratch[0][:words], scratch[1][:words]
     uses = _judge(state, predicted)
     some, cost, whole = _room(parameters, state, resident, predicted, window)
-    unit = np.float64(state[CLOCK, 0]) / parameters[HORIZON]
-    now_uses = _uses_of_predicted(parameters, uses)
-    _fill_values(state, predicted, resident, unit, now_uses, cost / parameters[SAVED], values)
-    for i in range(words):
-        inside[i], outside[i] = resident[i], ~resident[i]
-    n = count_gainful(values, VALUE_BITS, some, outside, inside)
+    n = _gainful(parameters, state, predicted, resident, uses, cost, some, values, inside, outside)
+    if n == some and (parameters[AHEAD] == 0.0 or state[LAYER, 0] == 0):  # more would gain: if worth the wait
+        wait = parameters[LINK]
+        n = max(n, _gainful(parameters, state, predicted, resident, uses, wait, window, values, inside, outside))
     _, misses = count_split(predicted, resident)
     make_whole = whole > 0.0 and whole + misses * parameters[HORIZON] * uses * parameters[SAVED] > 0.0
     if make_whole:
         n = max(n, misses)
     _propose(state, values, resident, n, inside, fetch, evict)
-    if n > 0 and not make_whole and not _pays(parameters, state, predicted, n, uses, cost):
+    spent = min(n, some) * cost + max(n - some, 0) * parameters[LINK]
+    if n > 0 and not make_whole and not _pays(parameters, state, predicted, n, uses, spent):
         n = 0
     _count_activity(state, predicted)
     return n
