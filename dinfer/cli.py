@@ -307,7 +307,9 @@ def plan(
     context: Annotated[int, typer.Option(help="tokens that the KV cache holds")] = 512,
     batch: Annotated[int, typer.Option(help="sequences decoded together, 1 to 8")] = 1,
     solver: Annotated[str, typer.Option(help="greedy or ilp")] = "greedy",
-    cache: Annotated[str, typer.Option(help="static, lru, hot_predicted or belady")] = "hot_predicted",
+    cache: Annotated[
+        str, typer.Option(help="static, lru, lfu, s3fifo, random, hot_predicted, time_saved or belady")
+    ] = "hot_predicted",
     lookahead: Annotated[int, typer.Option(help="layers ahead that a prefetch is started")] = 1,
     window: Annotated[
         int | None, typer.Option(help="most neurons that a prefetch moves; default: sized from the time left")

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from healing_texts import Texts
 
+from dinfer.errors import InputError
+
 RATE, WARMUP, BETAS, CLIP = 3e-4, 20, (0.9, 0.95), 1.0
 RISE, SETTLED, PULL = 0.35, 0.6, 0.2
 """Shares of the training at which the wanted sparsity is reached and from which on the threshold stays; how far a step
@@ -224,8 +226,14 @@ class Healing:
         Path(stream.name).replace(file)
 
     def resume(self, file: Path) -> None:
-        """Go on from ``file``."""
+        """Go on from ``file``; raises InputError where it trains other weights, as of an older recipe or model."""
         state = torch.load(file, map_location=self.teacher.device)
+        shapes, saved_shapes = ([weight.shape for weight in ws] for ws in (self.student.weights(), state["weights"]))
+        if shapes != saved_shapes:
+            raise InputError(
+                f"{file} holds {len(saved_shapes)} weights, this recipe trains {len(shapes)} of other shapes; "
+                "remove it to begin anew, or choose another place with --work"
+            )
         self.run = Run(**state["run"])
         self.first_sparsity = state["first_sparsity"]
         with torch.no_grad():

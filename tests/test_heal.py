@@ -132,6 +132,21 @@ def test_a_resumed_training_takes_the_same_next_steps(source, texts, tmp_path, s
     assert all(torch.equal(a, b) for a, b in zip(first.student.weights(), second.student.weights(), strict=True))
 
 
+def test_a_checkpoint_of_another_recipe_is_refused_and_changes_nothing(source, texts, tmp_path):
+    file, run = tmp_path / "checkpoint.pt", begin(source, texts)
+    train(run, 1)
+    state = run.state()
+    torch.save(state | {"weights": state["weights"][4:]}, file)
+    before, fresh = file.read_bytes(), begin(source, texts)
+    weights = [weight.detach().clone() for weight in fresh.student.weights()]
+    count = len(weights)
+    said = f"{file} holds {count - 4} weights, this recipe trains {count} of other shapes; remove it to begin anew"
+    with pytest.raises(InputError, match=said):
+        fresh.resume(file)
+    assert all(torch.equal(*pair) for pair in zip(fresh.student.weights(), weights, strict=True))
+    assert (fresh.run.step, file.read_bytes() == before) == (0, True)
+
+
 def test_a_killed_save_leaves_the_old_checkpoint(source, texts, tmp_path, monkeypatch):
     file = tmp_path / "checkpoint.pt"
     run = begin(source, texts)

@@ -32,6 +32,28 @@ def test_the_committed_trace_is_sparse_by_itself():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["none", "half", "all"])
+def test_every_split_of_its_relu_twin_is_dense_to_rounding(healed, tmp_path, split):
+    """The same weights with plain ReLU, which does not jump: 48 greedy tokens are equal, all logits within 1e-4."""
+    from transformers import AutoTokenizer
+
+    config = json.loads((healed / "config.json").read_text())
+    config = {name: value for name, value in config.items() if name not in ("hidden_act_param", "auto_map")}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    (tmp_path / "model.safetensors").symlink_to(healed / "model.safetensors")
+    tokenizer, reference = AutoTokenizer.from_pretrained(healed), load(tmp_path).model
+    plan = make_plan(tmp_path, splits(1536, 30)[split], cache={"name": "hot_predicted"})
+    with Session(plan, open_checkpoint(tmp_path), "cpu") as session:
+        for prompt in PROMPTS:
+            ids = tokenizer(prompt)["input_ids"]
+            seen: list[torch.Tensor] = []
+            run = session.generate(ids, max_tokens=48, stop=False, on_logits=seen.append)
+            expected, logits = dense_greedy(reference, ids, 48)
+            assert list(run.ids) == expected
+            assert (torch.stack(seen) - logits).norm() / logits.norm() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["none", "half", "all"])
 def test_every_split_writes_what_the_dense_model_writes(healed, split):
     """Silenced neurons count exactly nothing: 48 greedy tokens in fp32 are the same, to rounding.
 
