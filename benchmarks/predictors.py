@@ -2,8 +2,9 @@
 
 Given a model it records what the model itself writes on the repository's prompts (several processes, one trace),
 trains predictors, judges them on domains that they were not trained on, and measures perplexity: exact, predicted, and
-of the oracle's sets that miss as much. What is chosen is chosen on validation prompts, what is reported is of the
-test's domains. Each step that is done already is taken from the working directory, so a stopped benchmark goes on.
+of the oracle's sets that miss as much. The bound is chosen on domains that were not learnt, what is reported is of
+others that were not learnt either. Each step that is done already is taken from the working directory, so a stopped
+benchmark goes on.
 """
 
 import json
@@ -33,10 +34,11 @@ from dinfer.report import progress
 from dinfer.trace import Trace, join
 
 PROMPTS = Path(__file__).parents[1] / "traces" / "prompts" / "prompts.jsonl"
-HOLD_OUT = ("coding", "travel", "health")
+TEST, CHOOSE = ("coding", "travel", "health"), ("maths", "language")
+"""Domains that no predictor learns: those that are reported, and those by whose texts the bound is chosen."""
 BOUNDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 TOLERATED = 1.05
-"""The bound that is run is the largest whose perplexity on validation texts is at most so many times the exact one."""
+"""The bound that is run is the largest whose perplexity on CHOOSE is at most so many times the exact one."""
 TOKENS_A_SEQUENCE = 100
 """About so many tokens a prompt is continued by, to share sequences out among processes."""
 
@@ -113,23 +115,25 @@ class Texts(NamedTuple):
     """What perplexities are measured on: texts to choose by, texts to report, and the exact model's figure of each."""
 
     model: Loaded
-    validation: list[list[int]]
+    choose: list[list[int]]
     test: list[list[int]]
     exact: tuple[float, float]
 
     @classmethod
-    def of(cls, model: Loaded, predictors: Predictors, trace: Trace, parts: judge.Split, most: int) -> Self:
-        """At most ``most`` sequences of the trace of each part."""
-        validation, test = (texts_of(trace, rows, most) for rows in (parts.validation, parts.test))
-        exact = [exact_perplexity(model, predictors, texts) for texts in (validation, test)]
-        return cls(model, validation, test, (exact[0], exact[1]))
+    def of(
+        cls, model: Loaded, predictors: Predictors, trace: Trace, rows: tuple[np.ndarray, np.ndarray], most: int
+    ) -> Self:
+        """At most ``most`` sequences of the trace that hold the rows to choose by, and those to report."""
+        choose, test = (texts_of(trace, some, most) for some in rows)
+        exact = [exact_perplexity(model, predictors, texts) for texts in (choose, test)]
+        return cls(model, choose, test, (exact[0], exact[1]))
 
     def measure(self, point: Predictors, oracle: np.ndarray) -> dict[str, float]:
         """Perplexity ratios and output errors of ``point``, and of the ``oracle``'s share [layer] of the neurons."""
-        chosen_by = perplexities(self.model, point, self.validation, self.exact[0]).iloc[0]
+        chosen_by = perplexities(self.model, point, self.choose, self.exact[0]).iloc[0]
         found = perplexities(self.model, point, self.test, self.exact[1]).iloc[0].to_dict()
         best = perplexities(self.model, point, self.test, self.exact[1], oracle).iloc[0]
-        found |= {"validation_ratio": float(chosen_by["ratio"]), "oracle_ratio": float(best["ratio"])}
+        found |= {"choosing_ratio": float(chosen_by["ratio"]), "oracle_ratio": float(best["ratio"])}
         return found | {"oracle_output_error": float(best["output_error"])}
 
 
@@ -142,19 +146,23 @@ def judged(
     model: Loaded | None = None,
     texts: int = 0,
     bound: float | None = None,
+    choose: tuple[str, ...] = CHOOSE,
 ) -> dict[str, Any]:
     """All figures of one predictor: thresholds by missed contribution on validation prompts, judged on the test's.
 
-    It is run at ``bound``, or where perplexity is measured at the largest bound that validation texts bear.
+    It is run at ``bound``, or where perplexity is measured at the largest bound that texts of the domains ``choose``
+    bear. The test's domains are the others that ``settings`` holds out.
     """
     name = f"{kind}, k {settings.lookahead}"
     spec, parts = trace.spec, judge.split(trace, settings.hold_out)
     predictors = predictor_of(trace, home / name.replace(" ", "-").replace(",", ""), settings)
-    validation, test = spread(parts.validation, tokens), spread(parts.test, tokens)
+    reported = tuple(name for name in settings.hold_out if name not in choose)
+    choosing, test = judge.of_domains(trace, choose), judge.of_domains(trace, reported)
+    measured = None if model is None else Texts.of(model, predictors, trace, (choosing, test), texts)
+    validation, test = spread(parts.validation, tokens), spread(test, tokens)
     score = judge.predictor_score(predictors), judge.LOGITS
     chooses = judge.Curves.measure(trace, validation, [score], predictors.lookahead)[0]
     curves = judge.ways(predictors, trace, test, judge.frequency_of(trace, parts.train))
-    measured = None if model is None else Texts.of(model, predictors, trace, parts, texts)
     curve = []
     for limit in BOUNDS:
         point = replace(predictors, thresholds=thresholds(chooses, limit))
@@ -167,7 +175,7 @@ def judged(
             row |= measured.measure(point, oracle)
         print(name, row, file=sys.stderr, flush=True)
         curve.append(row)
-    borne = [row["bound"] for row in curve if row.get("validation_ratio", np.inf) <= TOLERATED]
+    borne = [row["bound"] for row in curve if row.get("choosing_ratio", np.inf) <= TOLERATED]
     chosen = max(borne, default=BOUNDS[0] if measured else bound or settings.bound)
     point = replace(predictors, thresholds=thresholds(chooses, chosen))
     layers = judge.evaluate(point, curves)
@@ -177,6 +185,7 @@ def judged(
         "kind": kind,
         "model": spec.name,
         "settings": {**asdict(settings), "hold_out": list(settings.hold_out)},
+        "chosen_by": [name for name in settings.hold_out if name in choose],
         "tokens": {"trained": len(parts.train), "validated": len(validation), "judged": len(test)},
         "ranks": list(predictors.ranks),
         "bytes": predictors.bytes,
@@ -233,8 +242,8 @@ def overview(results: list[dict[str, Any]]) -> list[str]:
     return [
         "## Which way to run a model",
         "",
-        "Recall at as many predicted as active. The bound is the largest that raises perplexity of validation texts by",
-        f"at most {TOLERATED - 1:.0%} (else the smallest tried); the perplexity beside it is of the test's domains.",
+        "Recall at as many predicted as active. The bound is the largest that raises perplexity by at most",
+        f"{TOLERATED - 1:.0%} on the texts that it is chosen by (else the smallest); perplexity is of the test's.",
         "The shares of the FFN's bytes that a token reads are compared at the missed contribution of that bound, the",
         "predictor's own bytes included; exact misses nothing.",
         "",
@@ -273,8 +282,10 @@ def markdown(results: list[dict[str, Any]]) -> str:
     """The tables for reading."""
     lines = overview(results) + lookaheads(results)
     for result in results:
-        tokens, held = result["tokens"], ", ".join(result["settings"]["hold_out"])
-        dense, how = result["dense_perplexity"], "given" if result["borne"] is None else "by validation texts"
+        tokens, chosen_by = result["tokens"], result.get("chosen_by", [])
+        held = ", ".join(name for name in result["settings"]["hold_out"] if name not in chosen_by)
+        how = f"by texts of {' and '.join(chosen_by)}, also not learnt" if chosen_by else "by validation texts"
+        dense, how = result["dense_perplexity"], "given" if result["borne"] is None else how
         lines += [
             f"## {result['model']}, {result['name']}, {result['share']:.1%} of the FFN's bytes",
             "",
@@ -323,7 +334,7 @@ def main(
     loaded = load(directory)
     magnitude = loaded.spec.sparsity_kind == "magnitude"
     trace = recorded(directory, home, tokens, processes, 0.6 if magnitude else None)
-    rows = judge.split(trace, HOLD_OUT).train
+    rows = judge.split(trace, TEST + CHOOSE).train
     kinds = {f"sparsity {s:.0%}": s for s in map(float, sparsities.split(","))} if magnitude else {"ReLU": None}
     measured = set(map(int, perplexity_at.split(","))) if texts else set()
     order = sorted(map(int, lookahead.split(",")), key=lambda k: (k not in measured, k))
@@ -332,7 +343,7 @@ def main(
         labelled = trace if sparsity is None else relabelled(trace, sparsity, rows)
         bound = None
         for k in order:
-            settings = Settings(lookahead=k, hold_out=HOLD_OUT, epochs=epochs)
+            settings = Settings(lookahead=k, hold_out=TEST + CHOOSE, epochs=epochs)
             judges = loaded if k in measured else None
             result = judged(kind, labelled, home, settings, judge_tokens, judges, texts, bound)
             bound = bound or result["chosen_bound"]

@@ -1,10 +1,10 @@
-"""Heal a ReLU model out of SmolLM2: its SiLU turns into FATReLU while the SiLU teacher holds it in place.
+"""Heal a ReLU model out of SmolLM2: FATReLU takes the place of its SiLU, and the SiLU teacher says what was lost.
 
-SiLU lets a gate through by a soft step at 0. In the first fifth of the training the step becomes harder, then hard, and
-in the first third its threshold rises until the wanted share of gates lies below it: that is FATReLU. All the while the
-model learns the teacher's next-token distribution (KL divergence). Attention and FFN weights train. Stopped at any
-time, the same command goes on from the last checkpoint; after each checkpoint the model so far is a directory that
-dinfer and transformers load. docs/healed.md has the recipe and what came out.
+The gates that the loss feels least fall silent at once. Then each layer's output and down matrix are fitted so that
+the residual comes back to the teacher's, and then all weights of attention and FFN learn the teacher's next-token
+distribution (KL divergence). Stopped at any time, the same command goes on from the last checkpoint; after each
+checkpoint the model so far is a directory that dinfer and transformers load. docs/healed.md has the recipe and what
+came out.
 """
 
 import ctypes
@@ -60,7 +60,6 @@ def heal(healing: Healing, steps: int, minutes: float, save: Any, save_every: fl
 def judge(healing: Healing) -> dict[str, Any]:
     """Perplexity of teacher and student on the held-out rows, and the student's sparsity there by layer."""
     texts, student = healing.texts, healing.student
-    student.set_softness(0)
     kinds = {"text": texts.held_out_english, "chat": texts.held_out_chats}
     rows = {kind: torch.from_numpy(ids).long() for kind, ids in kinds.items()}
     with torch.inference_mode(), autocast(healing.teacher):

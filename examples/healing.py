@@ -16,13 +16,18 @@ import torch.nn.functional as F
 from healing_texts import Texts
 
 from dinfer.errors import InputError
+from dinfer.report import progress
 
 RATE, WARMUP, BETAS, CLIP = 3e-4, 20, (0.9, 0.95), 1.0
-RISE, SETTLED, PULL = 0.35, 0.6, 0.2
-"""Shares of the training at which the wanted sparsity is reached and from which on the threshold stays; how far a step
-moves the threshold towards the one that fits its batch."""
-SOFT, HARD = (1.0, 0.2), 0.19
-"""First and last softness of the step at the threshold, and the share of the training from which on it is hard."""
+SETTLED, PULL = 0.6, 0.2
+"""Share of the training from which on the threshold stays; how far a step moves it towards the one that fits its
+batch."""
+FIRST_ROWS, REACH_ROWS, ROWS_AT_ONCE = 256, 32, 16
+"""Sequences that the residual is fitted on, those of them that tell the reach, and how many go through a layer at a
+time."""
+RIDGE, FARTHEST = 0.03, 16
+"""What keeps a fitted matrix near what it was, relative to the mean square of an input; how often a reach may be the
+median's, or the median it."""
 SAMPLED_ROWS = 61
 """One token in so many gives its gates to find the threshold (a prime: no fixed position)."""
 HEAD_ROWS = 256
@@ -30,31 +35,25 @@ HEAD_ROWS = 256
 
 
 class FatRelu(torch.nn.Module):
-    """``gate`` where it is above ``threshold`` [neurons], else 0; ``gates`` and ``active`` tell of the last call.
-
-    With a ``softness`` above 0 the step is a logistic one of that width: SiLU is softness 1 and threshold 0.
-    """
+    """``gate`` where it is above ``threshold`` [neurons], else 0; ``gates`` and ``active`` tell of the last call."""
 
     def __init__(self, neurons: int) -> None:
         super().__init__()
         self.register_buffer("threshold", torch.zeros(neurons))
-        self.softness = 1.0
         self.gates = self.active = torch.empty(0)
 
     def forward(self, gate: torch.Tensor) -> torch.Tensor:
         above = gate > self.threshold
         self.gates = gate.detach().reshape(-1, gate.shape[-1])[::SAMPLED_ROWS]
         self.active = above.float().mean()
-        if self.softness:
-            return gate * torch.sigmoid((gate - self.threshold.to(gate.dtype)) / self.softness)
         return gate * above
 
 
 class Student:
     """A copy of ``teacher`` with FATReLU, whose FFN and attention weights train, in float32.
 
-    A neuron's threshold is ``threshold`` / ``reach`` [layers, neurons]; ``reach`` tells how much of the residual one
-    unit of its gate moves, so that one ``threshold`` silences the least contributions of the whole model.
+    A neuron's threshold is ``threshold`` / ``reach`` [layers, neurons]; ``reach`` tells how much the loss feels of one
+    unit of its gate, so that one ``threshold`` silences what matters least in the whole model.
     """
 
     def __init__(self, teacher: Any) -> None:
@@ -81,37 +80,115 @@ class Student:
         for mlp, reach in zip(self.mlps, self.reach, strict=True):
             mlp.act_fn.threshold.copy_(threshold / reach)
 
-    def set_softness(self, softness: float) -> None:
-        """Make every step that soft; 0 is FATReLU."""
-        for mlp in self.mlps:
-            mlp.act_fn.softness = softness
-
     def sparsity(self) -> torch.Tensor:
         """Share of silenced gates in each layer's last forward pass, float32 [layers]."""
         return 1 - torch.stack([mlp.act_fn.active for mlp in self.mlps])
 
     def threshold_for(self, sparsity: float) -> float:
         """The threshold that would have silenced ``sparsity`` of the gates of the last forward pass, at least 0."""
-        gates = torch.cat([(mlp.act_fn.gates * r).flatten() for mlp, r in zip(self.mlps, self.reach, strict=True)])
-        rank = min(len(gates), max(1, round(sparsity * len(gates))))
-        return max(0.0, float(gates.float().kthvalue(rank).values))
+        reached = torch.cat([(mlp.act_fn.gates * r).flatten() for mlp, r in zip(self.mlps, self.reach, strict=True)])
+        rank = min(len(reached), max(1, round(sparsity * len(reached))))
+        return max(0.0, float(reached.float().kthvalue(rank).values))
 
-    @torch.inference_mode()
-    def measure_reach(self, ids: torch.Tensor) -> None:
-        """Set ``reach`` from the texts ``ids``: mean |up| where the gate is open x norm of the down column, relative
-        to the typical residual of the layer; at most 8 times more or less than the model's median."""
-        moved: list[torch.Tensor] = []
+    def begin(self, teacher: Any, ids: torch.Tensor, sparsity: float) -> None:
+        """Silence ``sparsity`` of the gates of ``ids`` [rows, length], those the loss feels least; then ``fit``."""
+        self.reach, gates = measured_reach(teacher, ids[:: max(1, len(ids) // REACH_ROWS)])
+        for mlp, sampled in zip(self.mlps, gates, strict=True):
+            mlp.act_fn.gates = sampled
+        self.set_threshold(self.threshold_for(sparsity))
+        self.fit(teacher, ids)
 
-        def listen(mlp: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            opened = mlp.gate_proj(inputs[0]).float() > 0
-            up = (mlp.up_proj(inputs[0]).float().abs() * opened).sum((0, 1)) / opened.sum((0, 1)).clamp(min=1)
-            moved.append(up * mlp.down_proj.weight.norm(dim=0))
+    @torch.no_grad()
+    def fit(self, teacher: Any, ids: torch.Tensor) -> None:
+        """Fit each layer's output and down matrix in turn: after attention and after the FFN the residual of ``ids``
+        [rows, length] shall be where the teacher's is, whatever was lost before."""
+        calls = [first_layer_call(teacher, rows) for rows in ids.split(ROWS_AT_ONCE)]
+        theirs, ours = ([states for states, _ in calls] for _ in range(2))
+        others = [rest for _, rest in calls]
+        layers = list(zip(teacher.model.layers, self.model.model.layers, strict=True))
+        with progress("fitting the residual to the teacher's", "layers") as show, autocast(teacher):
+            for number, (their_layer, our_layer) in enumerate(layers):
+                for half, part in ((attended, our_layer.self_attn.o_proj), (fed, our_layer.mlp.down_proj)):
+                    inputs: list[torch.Tensor] = []
+                    theirs = [half(their_layer, *call) for call in zip(theirs, others, strict=True)]
+                    with hooked([part], lambda _, given, output, inputs=inputs: inputs.append(given[0])):
+                        ours = [half(our_layer, *call) for call in zip(ours, others, strict=True)]
+                    ours = fit_part(part, inputs, ours, theirs)
+                show(number + 1, len(layers))
 
-        with hooked(self.mlps, listen):
-            residuals = self.model(ids, output_hidden_states=True).hidden_states[:-1]
-        typical = torch.stack([residual.float().norm(dim=-1).median() for residual in residuals])
-        reach = torch.stack(moved) / typical[:, None]
-        self.reach = (reach / reach.median()).clamp(1 / 8, 8).clone()
+
+def measured_reach(teacher: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """How much the loss feels of one unit of each neuron's gate where it is open, float32 [layers, neurons] over their
+    median, and gates of each layer [tokens, neurons].
+
+    It is the root mean square of the gradient of -log p(token), the token drawn from the teacher's own prediction (the
+    diagonal of the Fisher information), over ``ids`` [rows, length]; at most FARTHEST times from the median.
+    """
+    random = torch.Generator(teacher.device).manual_seed(0)
+    acts = [layer.mlp.act_fn for layer in teacher.model.layers]
+    heard: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def listen(act: Any, inputs: tuple[torch.Tensor, ...], value: torch.Tensor) -> None:
+        value.retain_grad()
+        heard.append((inputs[0].detach()[0], value))
+
+    felt, opened, gates = 0.0, 0.0, []
+    for row in ids.split(1):
+        heard.clear()
+        with hooked(acts, listen):
+            embedded = teacher.get_input_embeddings()(row).requires_grad_(True)
+            states = teacher.model(inputs_embeds=embedded).last_hidden_state[0]
+        logits = F.linear(states, teacher.get_output_embeddings().weight).float()
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=random)[:, 0]
+        F.cross_entropy(logits, drawn, reduction="sum").backward()
+        felt += torch.stack([(value.grad[0].float().square() * (gate > 0)).sum(0) for gate, value in heard])
+        opened += torch.stack([(gate > 0).float().sum(0) for gate, _ in heard])
+        gates.append(torch.stack([gate[::SAMPLED_ROWS] for gate, _ in heard]))
+    slope = (felt / opened.clamp(min=1)).sqrt()
+    return (slope / slope.median()).clamp(1 / FARTHEST, FARTHEST), list(torch.cat(gates, 1))
+
+
+def first_layer_call(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What the first decoder layer is called with for ``ids``: the embedded tokens, and all else (mask, positions)."""
+    calls: list[Any] = []
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *call: calls.append(call[1:]), with_kwargs=True)
+    model.model(ids, use_cache=False)
+    handle.remove()
+    (states,), rest = calls[0]
+    return states, rest
+
+
+def attended(layer: Any, states: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:
+    """The residual after a decoder layer's attention."""
+    return states + layer.self_attn(layer.input_layernorm(states), **rest)[0]
+
+
+def fed(layer: Any, states: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:
+    """The residual after its FFN."""
+    return states + layer.mlp(layer.post_attention_layernorm(states))
+
+
+def fit_part(
+    part: torch.nn.Linear, inputs: list[torch.Tensor], ours: list[torch.Tensor], theirs: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Give ``part``, whose ``inputs`` these were, the weights that bring ``ours`` nearest to ``theirs``; returns these.
+
+    All are batches [rows, length, values]. It is ridge regression: a token counts by 1 / the squared norm of the
+    teacher's residual, as the next normalisation sees it, and RIDGE x the mean square of an input keeps the weights
+    near those that they were.
+    """
+    count, outputs = part.in_features, part.out_features
+    squares, products = (torch.zeros(count, n, device=part.weight.device) for n in (count, outputs))
+    with torch.autocast(squares.device.type, enabled=False):
+        for given, our, their in zip(inputs, ours, theirs, strict=True):
+            scale = 1 / their.float().norm(dim=-1, keepdim=True)
+            rows = (given.float() * scale).flatten(0, 1)
+            squares += rows.T @ rows
+            products += rows.T @ ((their.float() - our.float()) * scale).flatten(0, 1)
+        squares.diagonal().add_(RIDGE * squares.diagonal().mean())
+        change = torch.linalg.solve(squares, products)
+    part.weight += change.T
+    return [our + given @ change.to(given.dtype) for given, our in zip(inputs, ours, strict=True)]
 
 
 class LogitKl(torch.autograd.Function):
@@ -159,7 +236,6 @@ class Healing:
         self.teacher, self.texts = teacher, texts
         self.sparsity, self.rows, self.seed = sparsity, rows, seed
         self.student, self.run = Student(teacher), Run()
-        self.first_sparsity = 0.0
         self.optimiser = self._optimiser()
 
     def _optimiser(self) -> torch.optim.AdamW:
@@ -169,8 +245,7 @@ class Healing:
         """The next step, at ``share`` (0 to 1) of the training; what it measured."""
         begun = time.perf_counter()
         if not self.run.step:
-            self._measure_reach()
-        self.student.set_softness(softness(share))
+            self._begin()
         ids = self.texts.batch(self.seed, self.run.step, self.rows).to(self.teacher.device)
         loss = self._loss(ids)
         norm = torch.nn.utils.clip_grad_norm_(self.student.weights(), CLIP)
@@ -180,16 +255,15 @@ class Healing:
         self.optimiser.step()
         self.optimiser.zero_grad()
         if share < SETTLED:
-            self._raise_threshold(share)
+            self._keep_sparsity()
         self.run.step += 1
         self.run.seconds += time.perf_counter() - begun
         told = {"loss": loss, "norm": float(norm), "rate": rate, "sparsity": float(self.student.sparsity().mean())}
-        return told | {"threshold": self.student.threshold, "softness": self.student.mlps[0].act_fn.softness}
+        return told | {"threshold": self.student.threshold}
 
-    def _measure_reach(self) -> None:
-        with autocast(self.teacher):
-            self.student.measure_reach(self.texts.batch(self.seed, 2**31, 4 * self.rows).to(self.teacher.device))
-        self.first_sparsity = float(self.student.sparsity().mean())
+    def _begin(self) -> None:
+        ids = self.texts.batch(self.seed, 2**31, FIRST_ROWS).to(self.teacher.device)
+        self.student.begin(self.teacher, ids, self.sparsity)
 
     def _loss(self, ids: torch.Tensor) -> float:
         """Divergence from the teacher on ``ids``; leaves the gradients."""
@@ -201,10 +275,9 @@ class Healing:
         loss.backward()
         return float(loss.detach())
 
-    def _raise_threshold(self, share: float) -> None:
-        wanted = self.first_sparsity + (self.sparsity - self.first_sparsity) * min(1, share / RISE)
+    def _keep_sparsity(self) -> None:
         now = self.student.threshold
-        self.student.set_threshold(now + PULL * (self.student.threshold_for(wanted) - now))
+        self.student.set_threshold(now + PULL * (self.student.threshold_for(self.sparsity) - now))
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, except the texts and the teacher."""
@@ -212,7 +285,6 @@ class Healing:
             "run": vars(self.run),
             "threshold": self.student.threshold,
             "reach": self.student.reach,
-            "first_sparsity": self.first_sparsity,
             "weights": [weight.detach() for weight in self.student.weights()],
             "optimiser": self.optimiser.state_dict(),
         }
@@ -226,16 +298,13 @@ class Healing:
         Path(stream.name).replace(file)
 
     def resume(self, file: Path) -> None:
-        """Go on from ``file``; raises InputError where it trains other weights, as of an older recipe or model."""
-        state = torch.load(file, map_location=self.teacher.device)
-        shapes, saved_shapes = ([weight.shape for weight in ws] for ws in (self.student.weights(), state["weights"]))
-        if shapes != saved_shapes:
+        """Go on from ``file``; raises InputError where it is of another recipe or model."""
+        state, own = torch.load(file, map_location=self.teacher.device), self.state()
+        if state.keys() != own.keys() or [w.shape for w in state["weights"]] != [w.shape for w in own["weights"]]:
             raise InputError(
-                f"{file} holds {len(saved_shapes)} weights, this recipe trains {len(shapes)} of other shapes; "
-                "remove it to begin anew, or choose another place with --work"
+                f"{file} is of another recipe or model; remove it to begin anew, or choose another place with --work"
             )
         self.run = Run(**state["run"])
-        self.first_sparsity = state["first_sparsity"]
         with torch.no_grad():
             for weight, saved in zip(self.student.weights(), state["weights"], strict=True):
                 weight.copy_(saved)
@@ -252,12 +321,6 @@ def autocast(model: Any) -> Any:
 def falling(rate: float, step: int, share: float) -> float:
     """Learning rate of ``step`` at ``share`` of the training: warm-up, then a cosine from ``rate`` to a 50th of it."""
     return rate * min(1, (step + 1) / WARMUP) * (0.02 + 0.49 * (1 + math.cos(math.pi * min(1, share))))
-
-
-def softness(share: float) -> float:
-    """How soft the step is at ``share`` of the training: falling by equal ratios, and 0 from ``HARD`` on."""
-    first, last = SOFT
-    return 0.0 if share >= HARD else first * (last / first) ** (share / HARD)
 
 
 @contextmanager

@@ -293,8 +293,8 @@ def test_eight_bits_lose_little_of_sixteen(trained, tmp_path):
         assert np.array_equal(*sets)
 
 
-def test_the_benchmark_chooses_by_validation_and_tabulates_lookaheads(tmp_path, monkeypatch):
-    """The largest bound that validation texts bear is run, whatever the test's texts say; others' results stay."""
+def test_the_benchmark_chooses_by_domains_of_their_own_and_tabulates_lookaheads(tmp_path, monkeypatch):
+    """The bound is the largest that texts of one held-out domain bear, whatever the other's say; older results stay."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     benchmark = importlib.import_module("predictors")
 
@@ -302,25 +302,28 @@ def test_the_benchmark_chooses_by_validation_and_tabulates_lookaheads(tmp_path, 
         test = ()
 
         @classmethod
-        def of(cls, *given):
+        def of(cls, model, predictors, trace, rows, most):
+            domains = [{DOMAINS[i // 10] for i in trace.tokens["sequence"].to_numpy()[some] % 30} for some in rows]
+            assert domains == [{"stones"}, {"rivers"}]
             return cls()
 
         def measure(self, point, oracle):
-            """By validation the perplexity rises with the thresholds, by the test not at all."""
+            """By the first the perplexity rises with the thresholds, by the test not at all."""
             assert (oracle <= 1).all()
-            return {"validation_ratio": 1 + float(point.thresholds.mean()) / 4, "ratio": 1.0}
+            return {"choosing_ratio": 1 + float(point.thresholds.mean()) / 4, "ratio": 1.0}
 
     monkeypatch.setattr(benchmark, "Texts", Texts)
     monkeypatch.setattr(benchmark, "perplexity", lambda model, texts: 3.0)
     trace = ruled(1200)
-    given = trace, tmp_path, replace(FEW, epochs=1)
-    first = benchmark.judged("rule", *given, 200, model=object())
-    ratios = [row["validation_ratio"] for row in first["curve"]]
+    settings = replace(FEW, epochs=1, hold_out=("rivers", "stones"))
+    first = benchmark.judged("rule", trace, tmp_path, settings, 200, model=object(), choose=("stones",))
+    assert first["chosen_by"] == ["stones"]
+    ratios = [row["choosing_ratio"] for row in first["curve"]]
     assert ratios == sorted(ratios)
     assert ratios[0] <= 1.05 < ratios[-1]
     assert first["borne"] is True
     assert first["chosen_bound"] == max([b for b, r in zip(benchmark.BOUNDS, ratios, strict=True) if r <= 1.05])
-    own = benchmark.judged("rule", trace, tmp_path, replace(FEW, epochs=1, lookahead=0), 200, bound=0.1)
+    own = benchmark.judged("rule", trace, tmp_path, replace(settings, lookahead=0), 200, bound=0.1, choose=("stones",))
     assert (own["chosen_bound"], own["borne"]) == (0.1, None)
     line = {"machine": "a machine"}
     benchmark.write([{**first, **line, "model": "another"}], tmp_path / "results")

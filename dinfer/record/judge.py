@@ -197,15 +197,9 @@ def split(trace: Trace, hold_out: tuple[str, ...]) -> Split:
 
     Raises InputError for a domain that the trace does not name, and when no prompt is left for one of the three.
     """
-    indices, domains = trace.meta.get("prompt_indices", ()), trace.meta.get("domains", ())
-    known = sorted(set(domains))
-    for name in hold_out:
-        if name not in known:
-            raise InputError(f"domain {name!r} is not in the trace; it holds {', '.join(known) or 'no domains'}")
-    sequence = trace.tokens["sequence"].to_numpy()
-    place = sequence % max(len(indices), 1) if len(indices) else sequence
-    order = np.array(indices) if len(indices) else np.arange(int(sequence.max(initial=0)) + 1)
-    test = np.isin(np.array(domains, object), hold_out) if len(domains) else np.zeros(len(order), bool)
+    indices, place = trace.meta.get("prompt_indices", ()), _places_of_prompts(trace)
+    order = np.array(indices) if len(indices) else np.arange(int(place.max(initial=0)) + 1)
+    test = _of_domains(trace, hold_out, len(order))
     others = np.sort(order[~test])
     validation = np.isin(order, others[VALIDATION_EVERY // 2 :: VALIDATION_EVERY]) & ~test
     decoded = (trace.tokens["phase"] == "decode").to_numpy()
@@ -214,6 +208,29 @@ def split(trace: Trace, hold_out: tuple[str, ...]) -> Split:
         if not len(part):
             raise InputError(f"the trace has no decode token to {name}; record more prompts or hold out fewer domains")
     return Split(parts[0], parts[1], parts[2], tuple(hold_out))
+
+
+def of_domains(trace: Trace, domains: tuple[str, ...]) -> np.ndarray:
+    """Decode tokens (row numbers, ascending) whose prompt is of one of ``domains``; raises InputError as ``split``."""
+    place = _places_of_prompts(trace)
+    decoded = (trace.tokens["phase"] == "decode").to_numpy()
+    return np.flatnonzero(decoded & _of_domains(trace, domains, int(place.max(initial=0)) + 1)[place])
+
+
+def _places_of_prompts(trace: Trace) -> np.ndarray:
+    """Place in the trace's list of prompts of each row's prompt; without a list a sequence is a prompt."""
+    indices, sequence = trace.meta.get("prompt_indices", ()), trace.tokens["sequence"].to_numpy()
+    return sequence % max(len(indices), 1) if len(indices) else sequence
+
+
+def _of_domains(trace: Trace, wanted: tuple[str, ...], prompts: int) -> np.ndarray:
+    """Whether each of the trace's ``prompts`` is of one of the ``wanted`` domains."""
+    domains = trace.meta.get("domains", ())
+    known = sorted(set(domains))
+    for name in wanted:
+        if name not in known:
+            raise InputError(f"domain {name!r} is not in the trace; it holds {', '.join(known) or 'no domains'}")
+    return np.isin(np.array(domains, object), wanted) if len(domains) else np.zeros(prompts, bool)
 
 
 def predictor_score(predictors: Predictors) -> Score:
