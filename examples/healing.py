@@ -1,8 +1,9 @@
-"""A FATReLU student of a SiLU teacher: its thresholds, its two losses, and one training that can be resumed."""
+"""A FATReLU student of a SiLU teacher: its thresholds, its first fit, and one training that can be resumed."""
 
 import copy
 import math
 import os
+import pickle
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ RATE, WARMUP, BETAS, CLIP = 3e-4, 20, (0.9, 0.95), 1.0
 SETTLED, PULL = 0.6, 0.2
 """Share of the training from which on the threshold stays; how far a step moves it towards the one that fits its
 batch."""
-FIRST_ROWS, REACH_ROWS, ROWS_AT_ONCE = 256, 32, 16
+FIT_ROWS, REACH_ROWS, ROWS_AT_ONCE = 256, 32, 16
 """Sequences that the residual is fitted on, those of them that tell the reach, and how many go through a layer at a
 time."""
 RIDGE, FARTHEST = 0.03, 16
@@ -171,7 +172,7 @@ def fed(layer: Any, states: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:
 def fit_part(
     part: torch.nn.Linear, inputs: list[torch.Tensor], ours: list[torch.Tensor], theirs: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Give ``part``, whose ``inputs`` these were, the weights that bring ``ours`` nearest to ``theirs``; returns these.
+    """Give ``part`` the weights that bring ``ours`` nearest to ``theirs``, given its ``inputs``; returns ``ours`` then.
 
     All are batches [rows, length, values]. It is ridge regression: a token counts by 1 / the squared norm of the
     teacher's residual, as the next normalisation sees it, and RIDGE x the mean square of an input keeps the weights
@@ -262,7 +263,7 @@ class Healing:
         return told | {"threshold": self.student.threshold}
 
     def _begin(self) -> None:
-        ids = self.texts.batch(self.seed, 2**31, FIRST_ROWS).to(self.teacher.device)
+        ids = self.texts.batch(self.seed, 2**31, FIT_ROWS).to(self.teacher.device)
         self.student.begin(self.teacher, ids, self.sparsity)
 
     def _loss(self, ids: torch.Tensor) -> float:
@@ -299,7 +300,11 @@ class Healing:
 
     def resume(self, file: Path) -> None:
         """Go on from ``file``; raises InputError where it is of another recipe or model."""
-        state, own = torch.load(file, map_location=self.teacher.device), self.state()
+        own = self.state()
+        try:
+            state = torch.load(file, map_location=self.teacher.device)
+        except (RuntimeError, EOFError, pickle.UnpicklingError):
+            state = {}
         if state.keys() != own.keys() or [w.shape for w in state["weights"]] != [w.shape for w in own["weights"]]:
             raise InputError(
                 f"{file} is of another recipe or model; remove it to begin anew, or choose another place with --work"

@@ -1,4 +1,4 @@
-"""The script that heals a ReLU model, on a tiny random Llama: its losses, its schedule, its checkpoints, its export.
+"""The script that heals a ReLU model, on a tiny random Llama: its first fit, its loss, its checkpoints, its export.
 
 The gradient is compared with torch's own KL divergence, the exported model with the student that it was made of.
 """
@@ -36,7 +36,7 @@ class NoTokenizer:
 
 @pytest.fixture(autouse=True)
 def a_small_fit(monkeypatch) -> None:
-    monkeypatch.setattr(healing, "FIRST_ROWS", 32)
+    monkeypatch.setattr(healing, "FIT_ROWS", 32)
     monkeypatch.setattr(healing, "REACH_ROWS", 8)
 
 
@@ -189,12 +189,14 @@ def test_a_resumed_training_takes_the_same_next_steps(source, texts, tmp_path, s
     assert all(torch.equal(a, b) for a, b in zip(first.student.weights(), second.student.weights(), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["fewer weights", "a field more"])
+@pytest.mark.parametrize("kind", ["fewer weights", "a field more", "no checkpoint"])
 def test_a_checkpoint_of_another_recipe_is_refused_and_changes_nothing(source, texts, tmp_path, kind):
     file, run = tmp_path / "checkpoint.pt", begin(source, texts)
     train(run, 1)
     state = run.state()
     torch.save(state | ({"weights": state["weights"][4:]} if kind == "fewer weights" else {"softness": 1.0}), file)
+    if kind == "no checkpoint":
+        file.write_bytes(b"no checkpoint")
     before, fresh = file.read_bytes(), begin(source, texts)
     weights = [weight.detach().clone() for weight in fresh.student.weights()]
     said = f"{file} is of another recipe or model; remove it to begin anew, or choose another place with --work"

@@ -199,7 +199,7 @@ def split(trace: Trace, hold_out: tuple[str, ...]) -> Split:
     """
     indices, place = trace.meta.get("prompt_indices", ()), _places_of_prompts(trace)
     order = np.array(indices) if len(indices) else np.arange(int(place.max(initial=0)) + 1)
-    test = _of_domains(trace, hold_out, len(order))
+    test = _prompts_of(trace, hold_out, len(order))
     others = np.sort(order[~test])
     validation = np.isin(order, others[VALIDATION_EVERY // 2 :: VALIDATION_EVERY]) & ~test
     decoded = (trace.tokens["phase"] == "decode").to_numpy()
@@ -214,7 +214,7 @@ def of_domains(trace: Trace, domains: tuple[str, ...]) -> np.ndarray:
     """Decode tokens (row numbers, ascending) whose prompt is of one of ``domains``; raises InputError as ``split``."""
     place = _places_of_prompts(trace)
     decoded = (trace.tokens["phase"] == "decode").to_numpy()
-    return np.flatnonzero(decoded & _of_domains(trace, domains, int(place.max(initial=0)) + 1)[place])
+    return np.flatnonzero(decoded & _prompts_of(trace, domains, int(place.max(initial=0)) + 1)[place])
 
 
 def _places_of_prompts(trace: Trace) -> np.ndarray:
@@ -223,7 +223,7 @@ def _places_of_prompts(trace: Trace) -> np.ndarray:
     return sequence % max(len(indices), 1) if len(indices) else sequence
 
 
-def _of_domains(trace: Trace, wanted: tuple[str, ...], prompts: int) -> np.ndarray:
+def _prompts_of(trace: Trace, wanted: tuple[str, ...], prompts: int) -> np.ndarray:
     """Whether each of the trace's ``prompts`` is of one of the ``wanted`` domains."""
     domains = trace.meta.get("domains", ())
     known = sorted(set(domains))
