@@ -1,4 +1,4 @@
-"""A FATReLU student of a SiLU teacher: its thresholds, its first fit, and one training that can be resumed."""
+"""A FATReLU student of a SiLU teacher: its thresholds, and one training of it that can be resumed."""
 
 import copy
 import math
@@ -6,14 +6,13 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from healing_fit import FARTHEST, attended, fed, first_layer_call, fit_part, measured_reach, open_neurons, ran
 from healing_texts import Texts
 
 from dinfer.errors import InputError
@@ -26,9 +25,8 @@ batch."""
 FIT_ROWS, REACH_ROWS, ROWS_AT_ONCE = 256, 32, 16
 """Sequences that the residual is fitted on, those of them that tell the reach, and how many go through a layer at a
 time."""
-RIDGE, FARTHEST = 0.03, 16
-"""What keeps a fitted matrix near what it was, relative to the mean square of an input; how often a reach may be the
-median's, or the median it."""
+OPEN, OPEN_UNTIL = 0.3125, 0.6
+"""Share of a layer's open gates that shall be open for every token, in the second layer and on, up to this depth."""
 SAMPLED_ROWS = 61
 """One token in so many gives its gates to find the threshold (a prime: no fixed position)."""
 HEAD_ROWS = 256
@@ -93,103 +91,38 @@ class Student:
 
     def begin(self, teacher: Any, ids: torch.Tensor, sparsity: float) -> None:
         """Silence ``sparsity`` of the gates of ``ids`` [rows, length], those the loss feels least; then ``fit``."""
-        self.reach, gates = measured_reach(teacher, ids[:: max(1, len(ids) // REACH_ROWS)])
+        self.reach, gates = measured_reach(teacher, ids[:: max(1, len(ids) // REACH_ROWS)], SAMPLED_ROWS)
         for mlp, sampled in zip(self.mlps, gates, strict=True):
             mlp.act_fn.gates = sampled
-        self.set_threshold(self.threshold_for(sparsity))
-        self.fit(teacher, ids)
+        layers, neurons = self.reach.shape
+        each = round(OPEN * (1 - sparsity) * neurons)
+        opened = [each if 0 < layer < round(OPEN_UNTIL * layers) else 0 for layer in range(layers)]
+        always = sum(opened) / self.reach.numel()
+        self.set_threshold(self.threshold_for(sparsity / (1 - always)))
+        self.fit(teacher, ids, opened)
 
     @torch.no_grad()
-    def fit(self, teacher: Any, ids: torch.Tensor) -> None:
+    def fit(self, teacher: Any, ids: torch.Tensor, opened: list[int]) -> None:
         """Fit each layer's output and down matrix in turn: after attention and after the FFN the residual of ``ids``
-        [rows, length] shall be where the teacher's is, whatever was lost before."""
+        [rows, length] shall be where the teacher's is, whatever was lost before. ``opened`` of a layer's neurons are
+        made into a linear map first."""
         calls = [first_layer_call(teacher, rows) for rows in ids.split(ROWS_AT_ONCE)]
         theirs, ours = ([states for states, _ in calls] for _ in range(2))
         others = [rest for _, rest in calls]
         layers = list(zip(teacher.model.layers, self.model.model.layers, strict=True))
         with progress("fitting the residual to the teacher's", "layers") as show, autocast(teacher):
-            for number, (their_layer, our_layer) in enumerate(layers):
-                for half, part in ((attended, our_layer.self_attn.o_proj), (fed, our_layer.mlp.down_proj)):
-                    inputs: list[torch.Tensor] = []
-                    theirs = [half(their_layer, *call) for call in zip(theirs, others, strict=True)]
-                    with hooked([part], lambda _, given, output, inputs=inputs: inputs.append(given[0])):
-                        ours = [half(our_layer, *call) for call in zip(ours, others, strict=True)]
-                    ours = fit_part(part, inputs, ours, theirs)
+            for number, (their, our) in enumerate(layers):
+                theirs, _ = ran(attended, their, theirs, others)
+                moved, (given,) = ran(attended, our, ours, others, our.self_attn.o_proj)
+                ours = fit_part(our.self_attn.o_proj, given, moved, theirs)
+                theirs, _ = ran(fed, their, theirs, others)
+                if opened[number]:
+                    moved, (entered, given) = ran(fed, our, ours, others, our.mlp.gate_proj, our.mlp.down_proj)
+                    self.reach[number, open_neurons(our.mlp, opened[number], entered, given, moved, theirs)] = FARTHEST
+                    self.set_threshold(self.threshold)
+                moved, (given,) = ran(fed, our, ours, others, our.mlp.down_proj)
+                ours = fit_part(our.mlp.down_proj, given, moved, theirs)
                 show(number + 1, len(layers))
-
-
-def measured_reach(teacher: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """How much the loss feels of one unit of each neuron's gate where it is open, float32 [layers, neurons] over their
-    median, and gates of each layer [tokens, neurons].
-
-    It is the root mean square of the gradient of -log p(token), the token drawn from the teacher's own prediction (the
-    diagonal of the Fisher information), over ``ids`` [rows, length]; at most FARTHEST times from the median.
-    """
-    random = torch.Generator(teacher.device).manual_seed(0)
-    acts = [layer.mlp.act_fn for layer in teacher.model.layers]
-    heard: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def listen(act: Any, inputs: tuple[torch.Tensor, ...], value: torch.Tensor) -> None:
-        value.retain_grad()
-        heard.append((inputs[0].detach()[0], value))
-
-    felt, opened, gates = 0.0, 0.0, []
-    for row in ids.split(1):
-        heard.clear()
-        with hooked(acts, listen):
-            embedded = teacher.get_input_embeddings()(row).requires_grad_(True)
-            states = teacher.model(inputs_embeds=embedded).last_hidden_state[0]
-        logits = F.linear(states, teacher.get_output_embeddings().weight).float()
-        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=random)[:, 0]
-        F.cross_entropy(logits, drawn, reduction="sum").backward()
-        felt += torch.stack([(value.grad[0].float().square() * (gate > 0)).sum(0) for gate, value in heard])
-        opened += torch.stack([(gate > 0).float().sum(0) for gate, _ in heard])
-        gates.append(torch.stack([gate[::SAMPLED_ROWS] for gate, _ in heard]))
-    slope = (felt / opened.clamp(min=1)).sqrt()
-    return (slope / slope.median()).clamp(1 / FARTHEST, FARTHEST), list(torch.cat(gates, 1))
-
-
-def first_layer_call(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """What the first decoder layer is called with for ``ids``: the embedded tokens, and all else (mask, positions)."""
-    calls: list[Any] = []
-    handle = model.model.layers[0].register_forward_pre_hook(lambda *call: calls.append(call[1:]), with_kwargs=True)
-    model.model(ids, use_cache=False)
-    handle.remove()
-    (states,), rest = calls[0]
-    return states, rest
-
-
-def attended(layer: Any, states: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:
-    """The residual after a decoder layer's attention."""
-    return states + layer.self_attn(layer.input_layernorm(states), **rest)[0]
-
-
-def fed(layer: Any, states: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:
-    """The residual after its FFN."""
-    return states + layer.mlp(layer.post_attention_layernorm(states))
-
-
-def fit_part(
-    part: torch.nn.Linear, inputs: list[torch.Tensor], ours: list[torch.Tensor], theirs: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Give ``part`` the weights that bring ``ours`` nearest to ``theirs``, given its ``inputs``; returns ``ours`` then.
-
-    All are batches [rows, length, values]. It is ridge regression: a token counts by 1 / the squared norm of the
-    teacher's residual, as the next normalisation sees it, and RIDGE x the mean square of an input keeps the weights
-    near those that they were.
-    """
-    count, outputs = part.in_features, part.out_features
-    squares, products = (torch.zeros(count, n, device=part.weight.device) for n in (count, outputs))
-    with torch.autocast(squares.device.type, enabled=False):
-        for given, our, their in zip(inputs, ours, theirs, strict=True):
-            scale = 1 / their.float().norm(dim=-1, keepdim=True)
-            rows = (given.float() * scale).flatten(0, 1)
-            squares += rows.T @ rows
-            products += rows.T @ ((their.float() - our.float()) * scale).flatten(0, 1)
-        squares.diagonal().add_(RIDGE * squares.diagonal().mean())
-        change = torch.linalg.solve(squares, products)
-    part.weight += change.T
-    return [our + given @ change.to(given.dtype) for given, our in zip(inputs, ours, strict=True)]
 
 
 class LogitKl(torch.autograd.Function):
@@ -326,17 +259,6 @@ def autocast(model: Any) -> Any:
 def falling(rate: float, step: int, share: float) -> float:
     """Learning rate of ``step`` at ``share`` of the training: warm-up, then a cosine from ``rate`` to a 50th of it."""
     return rate * min(1, (step + 1) / WARMUP) * (0.02 + 0.49 * (1 + math.cos(math.pi * min(1, share))))
-
-
-@contextmanager
-def hooked(modules: list[Any], hook: Callable[..., None]) -> Iterator[None]:
-    """Call ``hook`` after each forward pass of each of ``modules``."""
-    handles = [module.register_forward_hook(hook) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.inference_mode()

@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import healing
+import healing_fit
 from heal_relu import checked_out, checked_teacher, export, heal, judge, provenance
-from healing import Healing, LogitKl, Run, fit_part, hooked, measured_reach, perplexity
+from healing import Healing, LogitKl, Run, perplexity
+from healing_fit import fit_part, hooked, measured_reach, open_neurons
 from healing_texts import Texts, english_texts, write
 
 from dinfer.errors import InputError
@@ -91,7 +93,7 @@ def test_the_reach_is_how_the_loss_moves_with_an_open_gate(source):
     """Compared with central differences, one activation of one token moved at a time (norms are in float32)."""
     teacher = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).requires_grad_(False)
     ids = torch.randint(3, 256, (2, 6), generator=torch.Generator().manual_seed(4))
-    reach, gates = measured_reach(teacher, ids)
+    reach, gates = measured_reach(teacher, ids, 61)
     acts, random = [layer.mlp.act_fn for layer in teacher.model.layers], torch.Generator().manual_seed(0)
     neurons, felt = [2, 7, 11], torch.zeros(len(acts), 3, dtype=torch.float64)
     opened = felt.clone()
@@ -130,17 +132,43 @@ def test_a_fitted_matrix_is_the_ridge_regression_of_what_was_missing():
     rows, have, want = (torch.cat(part).flatten(0, 1).double().numpy() for part in (given, ours, theirs))
     scale = np.linalg.norm(want, axis=1, keepdims=True)
     squares = (rows / scale).T @ (rows / scale)
-    squares += healing.RIDGE * np.trace(squares) / 12 * np.eye(12)
+    squares += healing_fit.RIDGE * np.trace(squares) / 12 * np.eye(12)
     change = np.linalg.solve(squares, (rows / scale).T @ ((want - have) / scale))
     assert np.allclose(part.weight.double().numpy() - before, change.T, atol=1e-5)
     assert np.allclose(torch.cat(moved).flatten(0, 1).numpy(), have + rows @ change, atol=1e-3)
+
+
+def test_open_neurons_are_the_linear_map_that_was_lost():
+    """Of a map of rank 3 three neurons give back all, in the places of those that add least; the others stay."""
+    random = torch.Generator().manual_seed(8)
+    mlp = torch.nn.Module()
+    for name, shape in {"gate_proj": (6, 20), "up_proj": (6, 20), "down_proj": (20, 6)}.items():
+        setattr(mlp, name, torch.nn.Linear(*shape, bias=False).requires_grad_(False))
+    mlp.down_proj.weight[:, [4, 9, 17]] = 0.001
+    before = [part.weight.clone() for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    entered, given, ours = ([torch.randn(3, 40, n, generator=random) for _ in range(4)] for n in (6, 20, 6))
+    for x in entered:
+        x[..., 2] = 1.5  # the direction in which an input hardly moves
+    lost = torch.randn(6, 3, generator=random) @ torch.randn(3, 6, generator=random)
+    theirs = [our + x @ lost for our, x in zip(ours, entered, strict=True)]
+    places = open_neurons(mlp, 3, entered, given, ours, theirs)
+    x = torch.cat(entered).flatten(0, 1)
+    gates = mlp.gate_proj(x)[:, places]
+    assert sorted(places.tolist()) == [4, 9, 17]
+    assert torch.allclose(gates, torch.ones(()), atol=0.01)
+    regained = (gates * mlp.up_proj(x)[:, places]) @ mlp.down_proj.weight[:, places].T
+    assert (regained - x @ lost).norm() < 0.03 * (x @ lost).norm()
+    others = [n for n in range(20) if n not in places]
+    assert torch.equal(mlp.gate_proj.weight[others], before[0][others])
+    assert torch.equal(mlp.up_proj.weight[others], before[1][others])
+    assert torch.equal(mlp.down_proj.weight[:, others], before[2][:, others])
 
 
 def test_it_begins_sparse_and_near_its_teacher(source, texts):
     """The first fit brings every layer's residual nearer to the teacher's, and the wanted share of gates is silent."""
     run, ids = begin(source, texts), torch.from_numpy(texts.chats)
     student = run.student
-    student.reach, gates = measured_reach(run.teacher, ids)
+    student.reach, gates = measured_reach(run.teacher, ids, 61)
     for mlp, sampled in zip(student.mlps, gates, strict=True):
         mlp.act_fn.gates = sampled
     student.set_threshold(student.threshold_for(0.8))
@@ -151,7 +179,7 @@ def test_it_begins_sparse_and_near_its_teacher(source, texts):
         return [float((a.float() - b.float()).norm() / a.float().norm()) for a, b in zip(*pair, strict=True)][1:]
 
     silenced = distances()
-    student.fit(run.teacher, ids)
+    student.fit(run.teacher, ids, [0] * len(student.mlps))
     fitted = distances()
     assert all(after < 0.95 * before for after, before in zip(fitted, silenced, strict=True))
     assert float(student.sparsity().mean()) == pytest.approx(0.8, abs=0.05)

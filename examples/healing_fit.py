@@ -1,0 +1,159 @@
+"""What comes before the steps of a healing: how much the loss feels of each gate, and the fit of the residual."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+RIDGE, LINEAR_RIDGE, GATE_RIDGE = 0.03, 0.003, 0.001
+"""What keeps a fitted matrix near what it was, relative to the mean square of an input; the same for a linear map of
+the FFN's input, and for the gate that is the same for every token."""
+FARTHEST = 16
+"""How often a reach may be the median's, or the median it."""
+
+
+def measured_reach(teacher: Any, ids: torch.Tensor, every: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """How much the loss feels of one unit of each neuron's gate where it is open, float32 [layers, neurons] over their
+    median, and each layer's gates of ``every``-th token [tokens, neurons].
+
+    It is the root mean square of the gradient of -log p(token), the token drawn from the teacher's own prediction (the
+    diagonal of the Fisher information), over ``ids`` [rows, length]; at most FARTHEST times from the median.
+    """
+    random = torch.Generator(teacher.device).manual_seed(0)
+    acts = [layer.mlp.act_fn for layer in teacher.model.layers]
+    heard: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def listen(act: Any, inputs: tuple[torch.Tensor, ...], value: torch.Tensor) -> None:
+        value.retain_grad()
+        heard.append((inputs[0].detach()[0], value))
+
+    felt, opened, gates = 0.0, 0.0, []
+    for row in ids.split(1):
+        heard.clear()
+        with hooked(acts, listen):
+            embedded = teacher.get_input_embeddings()(row).requires_grad_(True)
+            states = teacher.model(inputs_embeds=embedded).last_hidden_state[0]
+        logits = F.linear(states, teacher.get_output_embeddings().weight).float()
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=random)[:, 0]
+        F.cross_entropy(logits, drawn, reduction="sum").backward()
+        felt += torch.stack([(value.grad[0].float().square() * (gate > 0)).sum(0) for gate, value in heard])
+        opened += torch.stack([(gate > 0).float().sum(0) for gate, _ in heard])
+        gates.append(torch.stack([gate[::every] for gate, _ in heard]))
+    slope = (felt / opened.clamp(min=1)).sqrt()
+    return (slope / slope.median()).clamp(1 / FARTHEST, FARTHEST), list(torch.cat(gates, 1))
+
+
+def first_layer_call(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What the first decoder layer is called with for ``ids``: the embedded tokens, and all else (mask, positions)."""
+    calls: list[Any] = []
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *call: calls.append(call[1:]), with_kwargs=True)
+    model.model(ids, use_cache=False)
+    handle.remove()
+    (states,), rest = calls[0]
+    return states, rest
+
+
+def attended(layer: Any, states: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:
+    """The residual after a decoder layer's attention."""
+    return states + layer.self_attn(layer.input_layernorm(states), **rest)[0]
+
+
+def fed(layer: Any, states: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:
+    """The residual after its FFN."""
+    return states + layer.mlp(layer.post_attention_layernorm(states))
+
+
+def ran(
+    half: Callable[..., torch.Tensor], layer: Any, states: list[torch.Tensor], others: list[Any], *parts: Any
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """Each batch of ``states`` after ``half`` of a decoder ``layer``, and what each of ``parts`` was given for it."""
+    given: list[list[torch.Tensor]] = [[] for _ in parts]
+
+    def keep(part: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+        given[parts.index(part)].append(inputs[0])
+
+    with hooked(list(parts), keep):
+        return [half(layer, *call) for call in zip(states, others, strict=True)], given
+
+
+def fit_part(
+    part: torch.nn.Linear, inputs: list[torch.Tensor], ours: list[torch.Tensor], theirs: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Give ``part`` the weights that bring ``ours`` nearest to ``theirs``, given its ``inputs``; returns ``ours`` then.
+
+    All are batches [rows, length, values]. It is ridge regression: a token counts by 1 / the squared norm of the
+    teacher's residual, as the next normalisation sees it, and RIDGE x the mean square of an input keeps the weights
+    near those that they were.
+    """
+    count, outputs = part.in_features, part.out_features
+    squares, products = (torch.zeros(count, n, device=part.weight.device) for n in (count, outputs))
+    with torch.autocast(squares.device.type, enabled=False):
+        for given, our, their in zip(inputs, ours, theirs, strict=True):
+            scale = 1 / their.float().norm(dim=-1, keepdim=True)
+            rows = (given.float() * scale).flatten(0, 1)
+            squares += rows.T @ rows
+            products += rows.T @ ((their.float() - our.float()) * scale).flatten(0, 1)
+        squares.diagonal().add_(RIDGE * squares.diagonal().mean())
+        change = torch.linalg.solve(squares, products)
+    part.weight += change.T
+    return [our + given @ change.to(given.dtype) for given, our in zip(inputs, ours, strict=True)]
+
+
+def open_neurons(
+    mlp: Any,
+    count: int,
+    entered: list[torch.Tensor],
+    given: list[torch.Tensor],
+    ours: list[torch.Tensor],
+    theirs: list[torch.Tensor],
+) -> torch.Tensor:
+    """Make ``count`` of ``mlp``'s neurons a linear map of the FFN's input ``entered``; returns their numbers.
+
+    Most of what silenced gates lose is linear in the FFN's input. A gated neuron is linear where its gate is the same
+    for every token, and the input has a direction in which it hardly moves: their gate is the regression of 1 on it.
+    The map is the part on ``entered`` of a ridge regression of ``theirs`` - ``ours`` on ``given`` (what down_proj was
+    given) and ``entered``, tokens weighted as in fit_part; of it the ``count`` directions of the output that give back
+    most. They take the places of the neurons that add least. All are batches [rows, length, values].
+    """
+    neurons, hidden, device = mlp.down_proj.in_features, mlp.down_proj.out_features, mlp.down_proj.weight.device
+    both = neurons + hidden
+    shapes = (both, both), (both, hidden), (hidden, hidden)
+    squares, products, inputs = (torch.zeros(shape, device=device) for shape in shapes)
+    total = torch.zeros(hidden, device=device)
+    with torch.autocast(device.type, enabled=False):
+        for x, act, our, their in zip(entered, given, ours, theirs, strict=True):
+            scale = 1 / their.float().norm(dim=-1, keepdim=True)
+            rows = (torch.cat([act.float(), x.float()], dim=-1) * scale).flatten(0, 1)
+            squares += rows.T @ rows
+            products += rows.T @ ((their.float() - our.float()) * scale).flatten(0, 1)
+            x = x.float().flatten(0, 1)
+            inputs += x.T @ x
+            total += x.sum(0)
+        powers, linear = squares.diagonal()[:neurons].clone(), squares[neurons:, neurons:].clone()
+        squares.diagonal()[:neurons].add_(RIDGE * powers.mean())
+        squares.diagonal()[neurons:].add_(LINEAR_RIDGE * linear.diagonal().mean())
+        lost = torch.linalg.solve(squares, products)[neurons:]
+        down = torch.linalg.eigh(lost.T @ linear @ lost).eigenvectors[:, -count:]
+        up = lost @ down
+        inputs.diagonal().add_(GATE_RIDGE * inputs.diagonal().mean())
+        gate = torch.linalg.solve(inputs, total)
+    balance = up.norm(dim=0).sqrt()
+    places = (powers * mlp.down_proj.weight.square().sum(0)).topk(count, largest=False).indices
+    mlp.gate_proj.weight[places] = gate
+    mlp.up_proj.weight[places] = (up / balance).T
+    mlp.down_proj.weight[:, places] = down * balance
+    torch.clear_autocast_cache()  # it holds the matrices as they were
+    return places
+
+
+@contextmanager
+def hooked(modules: list[Any], hook: Callable[..., None]) -> Iterator[None]:
+    """Call ``hook`` after each forward pass of each of ``modules``."""
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
