@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -28,7 +28,7 @@ from dinfer.record import judge
 from dinfer.record.calibrate import perplexity
 from dinfer.record.fetch import resolve_model
 from dinfer.record.generate import Loaded, load
-from dinfer.record.predictor import Settings, thresholds, train
+from dinfer.record.predictor import Settings, spread, thresholds, train
 from dinfer.record.restricted import exact_perplexity, perplexities, texts_of
 from dinfer.report import progress
 from dinfer.trace import Trace, join
@@ -107,11 +107,6 @@ def sizes(curves: Mapping[str, judge.Curves]) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def spread(rows: np.ndarray, most: int) -> np.ndarray:
-    """At most ``most`` of ``rows``, evenly."""
-    return rows[np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int)]
-
-
 class Texts(NamedTuple):
     """What perplexities are measured on: texts to choose by, texts to report, and the exact model's figure of each."""
 
@@ -147,18 +142,16 @@ def judged(
     model: Loaded | None = None,
     texts: int = 0,
     bound: float | None = None,
-    choose: tuple[str, ...] = CHOOSE,
 ) -> dict[str, Any]:
-    """All figures of one predictor: thresholds by missed contribution on the domains ``choose``, judged on the test's.
+    """All figures of one predictor: thresholds by missed contribution on the domains that ``settings`` has to choose
+    by, judged on those that it holds out.
 
-    It is run at ``bound``, or where perplexity is measured at the largest bound that texts of ``choose`` bear.
-    The test's domains are the others that ``settings`` holds out.
+    It is run at ``bound``, or where perplexity is measured at the largest bound that texts to choose by bear.
     """
     name = f"{kind}, k {settings.lookahead}"
-    spec, parts = trace.spec, judge.split(trace, settings.hold_out)
+    spec, parts = trace.spec, judge.split(trace, settings.hold_out + settings.choose)
     predictors = predictor_of(trace, home / name.replace(" ", "-").replace(",", ""), settings)
-    reported = tuple(name for name in settings.hold_out if name not in choose)
-    choosing, test = judge.of_domains(trace, choose), judge.of_domains(trace, reported)
+    choosing, test = (judge.of_domains(trace, domains) for domains in (settings.choose, settings.hold_out))
     measured = None if model is None else Texts.of(model, predictors, trace, (choosing, test), texts)
     choosing, test = spread(choosing, tokens), spread(test, tokens)
     score = judge.predictor_score(predictors), judge.LOGITS
@@ -185,8 +178,8 @@ def judged(
         "name": name,
         "kind": kind,
         "model": spec.name,
-        "settings": {**asdict(settings), "hold_out": list(settings.hold_out)},
-        "chosen_by": [name for name in settings.hold_out if name in choose],
+        "settings": settings.document(),
+        "chosen_by": list(settings.choose),
         "tokens": {"trained": len(parts.train), "chosen_on": len(choosing), "judged": len(test)},
         "ranks": list(predictors.ranks),
         "bytes": predictors.bytes,
@@ -345,7 +338,7 @@ def main(
         labelled = trace if sparsity is None else relabelled(trace, sparsity, rows)
         bound = None
         for k in order:
-            settings = Settings(lookahead=k, hold_out=TEST + CHOOSE, epochs=epochs)
+            settings = Settings(lookahead=k, hold_out=TEST, choose=CHOOSE, epochs=epochs)
             judges = loaded if k in measured else None
             result = judged(kind, labelled, home, settings, judge_tokens, judges, texts, bound)
             bound = bound or result["chosen_bound"]

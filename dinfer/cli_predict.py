@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    epilog="Example: dinfer train-predictor out/trace --lookahead 1 --hold-out coding,travel,health -o out/predictor"
+    epilog="Example: dinfer train-predictor out/trace --hold-out coding,travel --choose maths,language -o out/predictor"
 )
 def train_predictor(
     trace: TraceArgument,
@@ -26,7 +26,15 @@ def train_predictor(
     share: Annotated[float, typer.Option(help="of the FFN's bytes that it may take")] = 0.08,
     bound: Annotated[float, typer.Option(help="most of a layer's output norm that its threshold may miss")] = 0.05,
     hold_out: Annotated[
-        str, typer.Option(help="domains of prompts, with commas, that it is not trained on", show_default=False)
+        str, typer.Option(help="domains of prompts, with commas, kept for the test", show_default=False)
+    ] = "",
+    choose: Annotated[
+        str,
+        typer.Option(
+            help="domains, with commas, that it is not trained on either and that set its thresholds; default: prompts "
+            "of learnt domains, by which it misses more than --bound on others",
+            show_default=False,
+        ),
     ] = "",
     epochs: Annotated[int, typer.Option(help="at most so many passes; a layer that gets no better stops")] = 6,
     seed: Annotated[int, typer.Option(help="of the order of the tokens")] = 0,
@@ -38,7 +46,7 @@ def train_predictor(
     from dinfer.report import predictor_lines, progress
     from dinfer.trace import Trace
 
-    settings = Settings(lookahead, share, bound, names(hold_out), epochs, seed=seed, bits=bits)
+    settings = Settings(lookahead, share, bound, names(hold_out), names(choose), epochs, seed=seed, bits=bits)
     read = Trace.load(trace)
     if force:
         _remove(out)
@@ -63,32 +71,33 @@ def eval_predictor(
     output: Form = None,
 ) -> None:
     """Judge a predictor layer by layer beside a static hot set, the previous token's set and an oracle."""
-    import numpy as np
-
     from dinfer.predictors import Predictors
-    from dinfer.record.judge import advice, evaluate, frequency_of, modes, split, ways
+    from dinfer.record.judge import advice, evaluate, frequency_of, modes, of_domains, split, ways
     from dinfer.record.judge import calibration as calibration_curve
+    from dinfer.record.predictor import spread
     from dinfer.report import print_table, progress
     from dinfer.trace import Trace
 
     if tokens < 1:
         raise InputError(f"tokens is {tokens}; it must be at least 1")
     used, read = Trace.load(trace), Predictors.load(predictor)
-    parts = split(used, names(domains) or tuple(read.training.get("hold_out", ())))
-    rows = parts.test if len(parts.test) else parts.validation
-    rows = rows[np.linspace(0, len(rows) - 1, min(tokens, len(rows))).round().astype(int)]
+    held, choose = (tuple(read.training.get(name, ())) for name in ("hold_out", "choose"))
+    known = used.meta.get("domains", ())
+    learnt, tested = split(used, tuple(n for n in held + choose if n in known)), names(domains) or held
+    test = of_domains(used, tested) if tested else learnt.validation
+    rows = spread(test, tokens)
     with progress("judging", "tokens") as at:
-        curves = ways(read, used, rows, frequency_of(used, parts.train), at)
+        curves = ways(read, used, rows, frequency_of(used, learnt.train), at)
     if calibration:
         print_table(calibration_curve(curves["trained"]), output)
         return
     frame = evaluate(read, curves)
     print_table(frame, output)
-    judged = ", ".join(parts.test_domains) or "prompts that stopped the training"
+    judged = ", ".join(tested) or "prompts that stopped the training"
     note(f"judged on {len(rows)} tokens of {judged}")
     note(advice(modes(frame, read)))
     if model is not None:
-        _print_perplexities(read, model, used, parts.test if len(parts.test) else parts.validation)
+        _print_perplexities(read, model, used, test)
 
 
 def _print_perplexities(predictors: "Predictors", model: str, trace: "Trace", rows: "np.ndarray") -> None:

@@ -123,6 +123,27 @@ def test_it_stays_within_its_share_and_bound(trained):
     assert np.allclose(frame["density"], predictors.quality["density"], atol=1e-4)
 
 
+def test_domains_that_are_not_learnt_set_the_thresholds(tmp_path, trained):
+    """There the bound is kept, by thresholds of their own; they teach nothing, and may not be the test's too."""
+    trace = ruled()
+    settings = replace(FEW, choose=("stones",))
+    one = train(trace, tmp_path / "one", settings)
+    chosen = judge.of_domains(trace, ("stones",))
+    learnt = judge.split(trace, ("rivers", "stones"))
+    assert (one.training["tokens"], one.training["chosen_on_tokens"]) == (len(learnt.train), len(chosen))
+    assert one.quality["measured_on"] == "prompts of stones"
+    frame = judged(one, trace, chosen, trace.frequency)
+    assert (frame["missed"] <= 0.2 + 1e-9).all()
+    assert np.allclose(frame["missed"], one.quality["missed"], atol=1e-4)
+    assert (one.thresholds != trained[1].thresholds).any()
+    said = "domain 'rivers' is held out for the test and to choose thresholds by; name it for one of the two"
+    with pytest.raises(InputError, match=said):
+        train(trace, tmp_path / "two", replace(FEW, choose=("rivers",)))
+    prompts = replace(trace, tokens=trace.tokens.assign(phase="prefill"))
+    with pytest.raises(InputError, match="the trace has no decode token of rivers, stones; record more prompts"):
+        judge.of_domains(prompts, ("rivers", "stones"))
+
+
 def test_resumed_it_equals_an_uninterrupted_training(tmp_path, trained):
     """Killed in the middle of an epoch it goes on where the last one ended; other settings are refused."""
     trace, whole = trained
@@ -315,8 +336,8 @@ def test_the_benchmark_chooses_by_domains_of_their_own_and_tabulates_lookaheads(
     monkeypatch.setattr(benchmark, "Texts", Texts)
     monkeypatch.setattr(benchmark, "perplexity", lambda model, texts: 3.0)
     trace = ruled(1200)
-    settings = replace(FEW, epochs=1, hold_out=("rivers", "stones"))
-    first = benchmark.judged("rule", trace, tmp_path, settings, 200, model=object(), choose=("stones",))
+    settings = replace(FEW, epochs=1, choose=("stones",))
+    first = benchmark.judged("rule", trace, tmp_path, settings, 200, model=object())
     assert first["chosen_by"] == ["stones"]
     ratios = [row["choosing_ratio"] for row in first["curve"]]
     assert ratios == sorted(ratios)
@@ -324,7 +345,7 @@ def test_the_benchmark_chooses_by_domains_of_their_own_and_tabulates_lookaheads(
     assert first["borne"] is True
     borne = [b for b, r in zip(benchmark.BOUNDS, ratios, strict=True) if r <= benchmark.TOLERATED]
     assert first["chosen_bound"] == max(borne)
-    own = benchmark.judged("rule", trace, tmp_path, replace(settings, lookahead=0), 200, bound=0.1, choose=("stones",))
+    own = benchmark.judged("rule", trace, tmp_path, replace(settings, lookahead=0), 200, bound=0.1)
     assert (own["chosen_bound"], own["borne"]) == (0.1, None)
     line = {"machine": "a machine"}
     benchmark.write([{**first, **line, "model": "another"}], tmp_path / "results")
@@ -502,6 +523,8 @@ def test_the_command_line_trains_judges_plans_and_runs(run_of_tiny, tiny_models,
     command = ["train-predictor", trace, "-o", out, "--share", "0.3", "--epochs", "1"]
     assert "lookahead 1; layer 0 is predicted from layer 0's residual (k = 0)" in dinfer(*command)
     assert f"error: {out} exists and is no unfinished training" in dinfer(*command, code=2)
+    assert "recall" in dinfer(*command, "--force")
+    assert "error: domain 'sea' is not in the trace" in dinfer(*command, "--force", "--choose", "sea", code=2)
     assert "recall" in dinfer(*command, "--force")
     judged = ["eval-predictor", trace, "--predictor", out, "-o", "json"]
     table = json.loads(dinfer(*judged, "--model", tiny_models["llama-relu"]))

@@ -180,12 +180,11 @@ def check_judged(trace: Trace) -> None:
 
 
 class Split(NamedTuple):
-    """Decode tokens (row numbers, ascending) by what they are for, and the domains that are for the test only."""
+    """Decode tokens (row numbers, ascending) by what they are for."""
 
     train: np.ndarray
     validation: np.ndarray
     test: np.ndarray
-    test_domains: tuple[str, ...]
 
 
 VALIDATION_EVERY = 8
@@ -207,14 +206,20 @@ def split(trace: Trace, hold_out: tuple[str, ...]) -> Split:
     for name, part in zip(("train on", "validate on"), parts, strict=False):
         if not len(part):
             raise InputError(f"the trace has no decode token to {name}; record more prompts or hold out fewer domains")
-    return Split(parts[0], parts[1], parts[2], tuple(hold_out))
+    return Split(*parts)
 
 
 def of_domains(trace: Trace, domains: tuple[str, ...]) -> np.ndarray:
-    """Decode tokens (row numbers, ascending) whose prompt is of one of ``domains``; raises InputError as ``split``."""
+    """Decode tokens (row numbers, ascending) whose prompt is of one of ``domains``.
+
+    Raises InputError for a domain that the trace does not name, and when it has no decode token of any.
+    """
     place = _places_of_prompts(trace)
     decoded = (trace.tokens["phase"] == "decode").to_numpy()
-    return np.flatnonzero(decoded & _prompts_of(trace, domains, int(place.max(initial=0)) + 1)[place])
+    rows = np.flatnonzero(decoded & _prompts_of(trace, domains, int(place.max(initial=0)) + 1)[place])
+    if not len(rows):
+        raise InputError(f"the trace has no decode token of {', '.join(domains)}; record more prompts or name others")
+    return rows
 
 
 def _places_of_prompts(trace: Trace) -> np.ndarray:

@@ -22,7 +22,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from dinfer import bits
 from dinfer.errors import InputError
 from dinfer.predictors import BITS, Predictors, normalised, rank_for_share
-from dinfer.record.judge import LOGITS, Curves, Split, check_judged, predictor_score, split
+from dinfer.record.judge import LOGITS, Curves, Split, check_judged, of_domains, predictor_score, split
 from dinfer.trace import Trace, decode_levels
 
 PIECE = 16
@@ -32,7 +32,7 @@ WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Ranks that are tried for each layer, as multiples of the rank that all layers would have at the same width."""
 
 VALIDATION_TOKENS, WIDTH_TOKENS = 4096, 1024
-"""About so many validation tokens at most stop the training and set thresholds; so many set the widths."""
+"""About so many tokens at most stop the training, and set thresholds; so many set the widths."""
 
 Progress = Callable[[int, int], None] | None
 
@@ -42,15 +42,17 @@ class Settings:
     """How predictors are trained.
 
     ``lookahead`` in layers; ``share`` of the FFN's bytes that they may take; ``bound``: largest missed contribution of
-    a layer at its operating threshold, on validation prompts; ``hold_out``: domains kept for the test. ``batch`` in
-    tokens; a layer stops after ``patience`` epochs without a better validation loss. ``contribution`` (0 to 1) is how
-    far an active neuron's weight in the loss follows its contribution; ``bits`` of a stored weight, 8 or 16.
+    a layer at its operating threshold, on prompts of the domains ``choose``, which are not learnt, or without any on
+    validation prompts, whose domains are; ``hold_out``: domains kept for the test. ``batch`` in tokens; a layer stops
+    after ``patience`` epochs without a better validation loss. ``contribution`` (0 to 1) is how far an active neuron's
+    weight in the loss follows its contribution; ``bits`` of a stored weight, 8 or 16.
     """
 
     lookahead: int = 1
     share: float = 0.08
     bound: float = 0.05
     hold_out: tuple[str, ...] = ()
+    choose: tuple[str, ...] = ()
     epochs: int = 6
     batch: int = 256
     rate: float = 2e-3
@@ -67,10 +69,18 @@ class Settings:
         for name in ("bound", "contribution"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} is {getattr(self, name):g}; it must lie between 0 and 1")
+        if both := sorted({*self.hold_out} & {*self.choose}):
+            raise InputError(
+                f"domain {both[0]!r} is held out for the test and to choose thresholds by; name it for one of the two"
+            )
         if self.bits not in BITS:
             raise InputError(f"bits is {self.bits}; it must be {BITS[0]} or {BITS[1]}")
         if not self.rate > 0:
             raise InputError(f"rate is {self.rate:g}; it must be above 0")
+
+    def document(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 def train(
@@ -90,7 +100,7 @@ def train(
     if not 0 <= settings.lookahead < trace.spec.layers:
         raise InputError(f"lookahead is {settings.lookahead}; it must be 0 to {trace.spec.layers - 1} layers")
     rank = rank_for_share(trace.spec, settings.share, settings.bits)
-    parts = split(trace, settings.hold_out)
+    parts = split(trace, settings.hold_out + settings.choose)
     store = _Store(Path(out), trace, settings)
     data = _Data(trace, parts, settings)
     told = _Told(progress, data.steps * (1 + settings.epochs))
@@ -115,8 +125,9 @@ class _Data:
         self.trace, self.settings, self.spec = trace, settings, trace.spec
         self.parts = parts
         self.pieces = _pieces(trace, parts.train)
-        spread = np.linspace(0, len(parts.validation) - 1, min(VALIDATION_TOKENS, len(parts.validation)))
-        self.validation = parts.validation[spread.round().astype(np.int64)]
+        self.validation = spread(parts.validation, VALIDATION_TOKENS)
+        chosen = spread(of_domains(trace, settings.choose), VALIDATION_TOKENS) if settings.choose else self.validation
+        self.chosen_on = chosen  # rows that set the thresholds
         self.steps = -(-len(parts.train) // settings.batch)
         self.weights = np.ones((self.spec.layers, 256), np.float32)  # of an active neuron in the loss, by its code
         self.frequency = np.zeros((self.spec.layers, self.spec.neurons))
@@ -170,6 +181,11 @@ class _Batch(NamedTuple):
         """Weights in the loss of ``layer``: float32 [tokens, neurons]."""
         codes = self.codes[:, layer] * active.numpy().astype(np.uint8)  # code 0 stands for the inactive
         return torch.from_numpy(self.data.weights[layer][codes])
+
+
+def spread(rows: np.ndarray, most: int) -> np.ndarray:
+    """At most ``most`` of ``rows``, evenly."""
+    return rows[np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)]
 
 
 def _pieces(trace: Trace, rows: np.ndarray) -> list[np.ndarray]:
@@ -430,13 +446,13 @@ def _step(state: _State, layer: int, batch: _Batch, rate: float, number: int) ->
 def _finish(state: _State, data: _Data, settings: Settings) -> Predictors:
     """The best parameters on plain inputs, their log-odds calibrated, thresholds by missed contribution."""
     raw = _exported(state, data, settings, np.full(data.spec.layers, 0.5, np.float32))
-    curves = _validation_curves(raw, data)
+    curves = _curves(raw, data, data.validation)
     for layer, (slope, shift) in enumerate(platt(curves)):
         best = state.best[layer]
         best["second"] *= slope
         best["bias"].mul_(slope).add_(shift)
     calibrated = _exported(state, data, settings, raw.thresholds)
-    curves = _validation_curves(calibrated, data)
+    curves = _curves(calibrated, data, data.chosen_on)
     return _exported(state, data, settings, thresholds(curves, settings.bound), curves)
 
 
@@ -453,9 +469,8 @@ def thresholds(curves: Curves, bound: float) -> np.ndarray:
     return np.where(edge >= 0, chance, 0.0).astype(np.float32)
 
 
-def _validation_curves(predictors: Predictors, data: _Data) -> Curves:
-    rows, k = data.validation, data.settings.lookahead
-    return Curves.measure(data.trace, rows, [(predictor_score(predictors), LOGITS)], k)[0]
+def _curves(predictors: Predictors, data: _Data, rows: np.ndarray) -> Curves:
+    return Curves.measure(data.trace, rows, [(predictor_score(predictors), LOGITS)], data.settings.lookahead)[0]
 
 
 def platt(curves: Curves) -> list[tuple[float, float]]:
@@ -490,10 +505,10 @@ def _exported(
         trace=trace.fingerprint,
         quality={} if curves is None else _quality(curves, limits, data),
         training={
-            **asdict(settings),
-            "hold_out": list(settings.hold_out),
+            **settings.document(),
             "tokens": len(data.parts.train),
             "validation_tokens": len(data.validation),
+            "chosen_on_tokens": len(data.chosen_on),
             "epochs_done": state.epoch,
             "losses": [round(loss, 6) for loss, _ in state.losses.tolist()],
         },
@@ -508,9 +523,10 @@ def _exported(
 
 
 def _quality(curves: Curves, limits: np.ndarray, data: _Data) -> dict[str, Any]:
-    """What is known of the operating point from the validation prompts, one number a layer."""
+    """What is known of the operating point from the prompts that set it, one number a layer."""
     point = curves.at(curves.operating_edges(data.settings.bound)) | {"density": curves.density}
-    return {"measured_on": "validation prompts"} | {
+    domains = data.settings.choose
+    return {"measured_on": f"prompts of {', '.join(domains)}" if domains else "validation prompts"} | {
         name: [round(float(v), 5) for v in values] for name, values in point.items()
     }
 
@@ -533,7 +549,7 @@ class _Store:
     def __init__(self, out: Path, trace: Trace, settings: Settings) -> None:
         self.out, self.path = out, out / "training"
         self.trace = trace
-        self.mark = {**asdict(settings), "hold_out": list(settings.hold_out), "trace": trace.fingerprint}
+        self.mark = settings.document() | {"trace": trace.fingerprint}
         if not out.exists():
             return
         if not out.is_dir() or (any(out.iterdir()) and not self.path.is_dir()):
