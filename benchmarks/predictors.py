@@ -28,7 +28,8 @@ from dinfer.record import judge
 from dinfer.record.calibrate import perplexity
 from dinfer.record.fetch import resolve_model
 from dinfer.record.generate import Loaded, load
-from dinfer.record.predictor import Settings, spread, thresholds, train
+from dinfer.record.predictor import Settings, thresholds, train
+from dinfer.record.predictor_data import spread
 from dinfer.record.restricted import exact_perplexity, perplexities, texts_of
 from dinfer.report import progress
 from dinfer.trace import Trace, join

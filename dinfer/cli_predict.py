@@ -74,7 +74,7 @@ def eval_predictor(
     from dinfer.predictors import Predictors
     from dinfer.record.judge import advice, evaluate, frequency_of, modes, of_domains, split, ways
     from dinfer.record.judge import calibration as calibration_curve
-    from dinfer.record.predictor import spread
+    from dinfer.record.predictor_data import spread
     from dinfer.report import print_table, progress
     from dinfer.trace import Trace
 

@@ -12,13 +12,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from healing_fit import FARTHEST, attended, fed, first_layer_call, fit_part, measured_reach, open_neurons, ran
+from healing_fit import (
+    FARTHEST,
+    attended,
+    constant_gate,
+    fed,
+    first_layer_call,
+    fit_part,
+    follow,
+    measured_reach,
+    open_neurons,
+    ran,
+)  # fmt: skip
 from healing_texts import Texts
 
 from dinfer.errors import InputError
 from dinfer.report import progress
 
-RATE, WARMUP, BETAS, CLIP = 3e-4, 20, (0.9, 0.95), 1.0
+RATE, WARMUP, BETAS, CLIP = 1.5e-4, 20, (0.9, 0.95), 1.0
 SETTLED, PULL = 0.6, 0.2
 """Share of the training from which on the threshold stays; how far a step moves it towards the one that fits its
 batch."""
@@ -51,8 +62,8 @@ class FatRelu(torch.nn.Module):
 class Student:
     """A copy of ``teacher`` with FATReLU, whose FFN and attention weights train, in float32.
 
-    A neuron's threshold is ``threshold`` / ``reach`` [layers, neurons]; ``reach`` tells how much the loss feels of one
-    unit of its gate, so that one ``threshold`` silences what matters least in the whole model.
+    A neuron's threshold is ``threshold`` / ``reach`` [layers, neurons]; ``reach`` tells how much the loss feels of its
+    gate, so that one ``threshold`` silences what matters least in the whole model.
     """
 
     def __init__(self, teacher: Any) -> None:
@@ -104,8 +115,8 @@ class Student:
     @torch.no_grad()
     def fit(self, teacher: Any, ids: torch.Tensor, opened: list[int]) -> None:
         """Fit each layer's output and down matrix in turn: after attention and after the FFN the residual of ``ids``
-        [rows, length] shall be where the teacher's is, whatever was lost before. ``opened`` of a layer's neurons are
-        made into a linear map first."""
+        [rows, length] shall be where the teacher's is, whatever was lost before. Before the latter, gates follow
+        the teacher's activation where they are open, and ``opened`` of a layer's neurons become a linear map."""
         calls = [first_layer_call(teacher, rows) for rows in ids.split(ROWS_AT_ONCE)]
         theirs, ours = ([states for states, _ in calls] for _ in range(2))
         others = [rest for _, rest in calls]
@@ -116,11 +127,16 @@ class Student:
                 moved, (given,) = ran(attended, our, ours, others, our.self_attn.o_proj)
                 ours = fit_part(our.self_attn.o_proj, given, moved, theirs)
                 theirs, _ = ran(fed, their, theirs, others)
-                if opened[number]:
-                    moved, (entered, given) = ran(fed, our, ours, others, our.mlp.gate_proj, our.mlp.down_proj)
-                    self.reach[number, open_neurons(our.mlp, opened[number], entered, given, moved, theirs)] = FARTHEST
-                    self.set_threshold(self.threshold)
+                _, (entered, gates) = ran(fed, our, ours, others, our.mlp.gate_proj, our.mlp.act_fn)
+                constant = constant_gate(entered)
+                self.reach[number] = self.threshold / follow(our.mlp, their.mlp.act_fn, constant, gates)
+                self.set_threshold(self.threshold)
                 moved, (given,) = ran(fed, our, ours, others, our.mlp.down_proj)
+                if opened[number]:
+                    lost = entered, given, moved, theirs
+                    self.reach[number, open_neurons(our.mlp, opened[number], constant, *lost)] = FARTHEST
+                    self.set_threshold(self.threshold)
+                    moved, (given,) = ran(fed, our, ours, others, our.mlp.down_proj)
                 ours = fit_part(our.mlp.down_proj, given, moved, theirs)
                 show(number + 1, len(layers))
 

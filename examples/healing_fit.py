@@ -11,7 +11,10 @@ RIDGE, LINEAR_RIDGE, GATE_RIDGE = 0.03, 0.003, 0.001
 """What keeps a fitted matrix near what it was, relative to the mean square of an input; the same for a linear map of
 the FFN's input, and for the gate that is the same for every token."""
 FARTHEST = 16
-"""How often a reach may be the median's, or the median it."""
+"""How often a measured reach may be the median's, or the median it; an open neuron's."""
+STRIDE, SELDOM, SLOPES = 5, 30, (0.5, 1.2)
+"""One token in so many gives its gates to the lines that follow SiLU; a gate that is open less often gets none; the
+slopes that they may have."""
 
 
 def measured_reach(teacher: Any, ids: torch.Tensor, every: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -101,9 +104,50 @@ def fit_part(
     return [our + given @ change.to(given.dtype) for given, our in zip(inputs, ours, strict=True)]
 
 
+def constant_gate(entered: list[torch.Tensor]) -> torch.Tensor:
+    """The regression of 1 on the FFN's inputs ``entered`` [rows, length, hidden]: a gate [hidden] that is nearly the
+    same for every token, as there is a direction in which a normalised residual hardly moves."""
+    squares, total = torch.zeros(entered[0].shape[-1:] * 2, device=entered[0].device), 0.0
+    with torch.autocast(squares.device.type, enabled=False):
+        for inputs in entered:
+            rows = inputs.float().flatten(0, 1)
+            squares += rows.T @ rows
+            total += rows.sum(0)
+        squares.diagonal().add_(GATE_RIDGE * squares.diagonal().mean())
+        return torch.linalg.solve(squares, total)
+
+
+def follow(mlp: Any, silu: Any, constant: torch.Tensor, gates: list[torch.Tensor]) -> torch.Tensor:
+    """Make each gate of ``mlp`` the straight line of it that is nearest to its ``silu`` where it is open; returns the
+    thresholds [neurons] that open it as before, but nowhere below 0.
+
+    An open FATReLU passes the gate, SiLU passes less. Least squares over every STRIDE-th token of the ``gates`` [rows,
+    length, neurons]; the line's offset goes onto the ``constant`` gate [hidden]. A neuron that is hardly ever open
+    stays as it is.
+    """
+    threshold = mlp.act_fn.threshold
+    count, x, y, xx, xy = (torch.zeros_like(threshold) for _ in range(5))
+    with torch.autocast(threshold.device.type, enabled=False):
+        for batch in gates:
+            gate = batch.float().flatten(0, 1)[::STRIDE]
+            above, value = (gate > threshold).float(), silu(gate)
+            for total, term in ((count, above), (x, gate * above), (y, value * above)):
+                total += term.sum(0)
+            xx += (gate.square() * above).sum(0)
+            xy += (gate * value * above).sum(0)
+        mean = x / count.clamp(min=1)
+        slope = (xy - mean * y) / (xx - mean * x).clamp(min=1e-4)
+        slope = torch.where(count < SELDOM, 1.0, slope.clamp(*SLOPES))
+        offset = torch.where(count < SELDOM, 0.0, y / count.clamp(min=1) - slope * mean)
+        mlp.gate_proj.weight.mul_(slope[:, None]).add_(offset[:, None] * constant)
+    torch.clear_autocast_cache()  # it holds the matrix as it was
+    return torch.maximum(slope * threshold + offset, threshold / 20)
+
+
 def open_neurons(
     mlp: Any,
     count: int,
+    constant: torch.Tensor,
     entered: list[torch.Tensor],
     given: list[torch.Tensor],
     ours: list[torch.Tensor],
@@ -112,36 +156,30 @@ def open_neurons(
     """Make ``count`` of ``mlp``'s neurons a linear map of the FFN's input ``entered``; returns their numbers.
 
     Most of what silenced gates lose is linear in the FFN's input. A gated neuron is linear where its gate is the same
-    for every token, and the input has a direction in which it hardly moves: their gate is the regression of 1 on it.
-    The map is the part on ``entered`` of a ridge regression of ``theirs`` - ``ours`` on ``given`` (what down_proj was
-    given) and ``entered``, tokens weighted as in fit_part; of it the ``count`` directions of the output that give back
-    most. They take the places of the neurons that add least. All are batches [rows, length, values].
+    for every token, the ``constant`` one. The map is the part on ``entered`` of a ridge regression of ``theirs`` -
+    ``ours`` on ``given`` (what down_proj was given) and ``entered``, tokens weighted as in fit_part; of it the
+    ``count`` directions of the output that give back most. They take the places of the neurons that add least. All are
+    batches [rows, length, values].
     """
     neurons, hidden, device = mlp.down_proj.in_features, mlp.down_proj.out_features, mlp.down_proj.weight.device
     both = neurons + hidden
-    shapes = (both, both), (both, hidden), (hidden, hidden)
-    squares, products, inputs = (torch.zeros(shape, device=device) for shape in shapes)
-    total = torch.zeros(hidden, device=device)
+    shapes = (both, both), (both, hidden)
+    squares, products = (torch.zeros(shape, device=device) for shape in shapes)
     with torch.autocast(device.type, enabled=False):
         for x, act, our, their in zip(entered, given, ours, theirs, strict=True):
             scale = 1 / their.float().norm(dim=-1, keepdim=True)
             rows = (torch.cat([act.float(), x.float()], dim=-1) * scale).flatten(0, 1)
             squares += rows.T @ rows
             products += rows.T @ ((their.float() - our.float()) * scale).flatten(0, 1)
-            x = x.float().flatten(0, 1)
-            inputs += x.T @ x
-            total += x.sum(0)
         powers, linear = squares.diagonal()[:neurons].clone(), squares[neurons:, neurons:].clone()
         squares.diagonal()[:neurons].add_(RIDGE * powers.mean())
         squares.diagonal()[neurons:].add_(LINEAR_RIDGE * linear.diagonal().mean())
         lost = torch.linalg.solve(squares, products)[neurons:]
         down = torch.linalg.eigh(lost.T @ linear @ lost).eigenvectors[:, -count:]
         up = lost @ down
-        inputs.diagonal().add_(GATE_RIDGE * inputs.diagonal().mean())
-        gate = torch.linalg.solve(inputs, total)
     balance = up.norm(dim=0).sqrt()
     places = (powers * mlp.down_proj.weight.square().sum(0)).topk(count, largest=False).indices
-    mlp.gate_proj.weight[places] = gate
+    mlp.gate_proj.weight[places] = constant
     mlp.up_proj.weight[places] = (up / balance).T
     mlp.down_proj.weight[:, places] = down * balance
     torch.clear_autocast_cache()  # it holds the matrices as they were

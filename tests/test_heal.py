@@ -23,7 +23,7 @@ import healing
 import healing_fit
 from heal_relu import checked_out, checked_teacher, export, heal, judge, provenance
 from healing import Healing, LogitKl, Run, perplexity
-from healing_fit import fit_part, hooked, measured_reach, open_neurons
+from healing_fit import constant_gate, fit_part, follow, hooked, measured_reach, open_neurons
 from healing_texts import Texts, english_texts, write
 
 from dinfer.errors import InputError
@@ -138,6 +138,31 @@ def test_a_fitted_matrix_is_the_ridge_regression_of_what_was_missing():
     assert np.allclose(torch.cat(moved).flatten(0, 1).numpy(), have + rows @ change, atol=1e-3)
 
 
+def test_gates_follow_silu_where_they_are_open():
+    """By numpy's straight lines; the same gates are open as before, one that is seldom open does not move."""
+    random = torch.Generator().manual_seed(9)
+    mlp = torch.nn.Module()
+    mlp.gate_proj, mlp.act_fn = torch.nn.Linear(7, 5, bias=False).requires_grad_(False), healing.FatRelu(5)
+    mlp.act_fn.threshold.copy_(torch.tensor([0.2, 0.5, 0.9, 1.3, 50.0]))
+    entered = [torch.randn(3, 500, 7, generator=random) for _ in range(4)]
+    for x in entered:
+        x[..., 2] = 1.5
+    gates, before = [mlp.gate_proj(x) * 4 for x in entered], mlp.gate_proj.weight.clone()
+    mlp.gate_proj.weight *= 4
+    moved = follow(mlp, F.silu, constant_gate(entered), gates)
+    was, now = (torch.cat(part).flatten(0, 1) for part in (gates, [mlp.gate_proj(x) for x in entered]))
+    for neuron, threshold in enumerate(mlp.act_fn.threshold[:4].tolist()):
+        gate = torch.cat([batch.flatten(0, 1)[:: healing_fit.STRIDE, neuron] for batch in gates]).double()
+        gate = gate[gate > threshold]
+        slope, offset = np.polyfit(gate, F.silu(gate), 1)
+        assert torch.allclose(now[:, neuron], slope * was[:, neuron] + offset, atol=0.02)
+        line = slope * threshold + offset
+        assert float(moved[neuron]) == pytest.approx(max(line, threshold / 20), abs=1e-3)
+        if line > threshold / 20:
+            assert float(((was > threshold) != (now > moved))[:, neuron].float().mean()) < 0.01
+    assert torch.equal(mlp.gate_proj.weight[4], 4 * before[4])
+
+
 def test_open_neurons_are_the_linear_map_that_was_lost():
     """Of a map of rank 3 three neurons give back all, in the places of those that add least; the others stay."""
     random = torch.Generator().manual_seed(8)
@@ -151,7 +176,8 @@ def test_open_neurons_are_the_linear_map_that_was_lost():
         x[..., 2] = 1.5  # the direction in which an input hardly moves
     lost = torch.randn(6, 3, generator=random) @ torch.randn(3, 6, generator=random)
     theirs = [our + x @ lost for our, x in zip(ours, entered, strict=True)]
-    places = open_neurons(mlp, 3, entered, given, ours, theirs)
+    constant = constant_gate(entered)
+    places = open_neurons(mlp, 3, constant, entered, given, ours, theirs)
     x = torch.cat(entered).flatten(0, 1)
     gates = mlp.gate_proj(x)[:, places]
     assert sorted(places.tolist()) == [4, 9, 17]

@@ -28,9 +28,11 @@ from dinfer.machine import Cost, Device, Link, Machine
 from dinfer.model import ModelSpec
 from dinfer.plan import Plan, early_layers
 from dinfer.predictors import Predictors, normalised
-from dinfer.record import judge, predictor
+from dinfer.record import judge, predictor_data
 from dinfer.record.generate import load
-from dinfer.record.predictor import Settings, gradients, spend, train
+from dinfer.record.predictor import Settings, train
+from dinfer.record.predictor_start import spend
+from dinfer.record.predictor_steps import gradients
 from dinfer.record.recorder import record
 from dinfer.record.restricted import exact_perplexity, perplexities, restricted
 from dinfer.sim import simulate
@@ -169,7 +171,7 @@ def test_resumed_it_equals_an_uninterrupted_training(tmp_path, trained):
 def test_memory_does_not_grow_with_the_trace(tmp_path, monkeypatch):
     """Four times the tokens, memory-mapped, take no more than the short trace but for the row numbers."""
     monkeypatch.setattr(judge, "CHUNK", 64)
-    monkeypatch.setattr(predictor, "VALIDATION_TOKENS", 64)
+    monkeypatch.setattr(predictor_data, "VALIDATION_TOKENS", 64)
     peaks = []
     for tokens in (2000, 8000):
         ruled(tokens).save(tmp_path / str(tokens))
