@@ -22,6 +22,7 @@ import numpy as np
 import typer
 
 sys.path.insert(0, str(Path(__file__).parent))
+import policies_tables
 from bounds import clairvoyant_bound, free_link_bound, link_bound
 from rows import OUTPUTS, Row, machine_line, write
 
@@ -442,9 +443,12 @@ def main(
     quick: Annotated[bool, typer.Option(help="a few layers and tokens: does it run?")] = False,
     save: Annotated[Path | None, typer.Option(help="keep all tables as JSON here")] = None,
     figures: Annotated[Path | None, typer.Option(help="draw the figures into this directory")] = None,
+    page: Annotated[Path | None, typer.Option(help="write the tables --save keeps into this page as well")] = None,
     output: Annotated[str, typer.Option("-o", help="md, csv or json")] = "md",
 ) -> None:
     """Print one row a policy and setting: tokens/s, and its share of the bound as the ratio."""
+    if page is not None and save is None:
+        raise typer.BadParameter("wants --save, whose tables it shows", param_hint="--page")
     if output not in OUTPUTS:
         raise typer.BadParameter(f"{output!r} is not one of {', '.join(OUTPUTS)}", param_hint="-o")
     size = QUICK if quick else FULL
@@ -463,6 +467,8 @@ def main(
         if save is not None:
             save.parent.mkdir(parents=True, exist_ok=True)
             save_json(results, save)
+            if page is not None:
+                page.write_text(policies_tables.rewritten(page.read_text(), policies_tables.read(save)))
         if figures is not None:
             _draw(results, figures)
     write(as_rows(records), output)

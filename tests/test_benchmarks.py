@@ -126,3 +126,22 @@ def test_the_page_of_the_kernels_keeps_other_dtypes_and_says_what_is_unmeasured(
         "| float16, ggml dense | 1 | unmeasured |  |",
         "| float32 | 1 | 4.00 ms, 0.50 |",
     ]
+
+
+def test_the_tables_of_the_policies_are_those_that_were_measured(monkeypatch):
+    """Changed results change their cells and nothing else; a table that the page lacks is named."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from policies_tables import read as saved
+    from policies_tables import rewritten
+
+    page = (BENCHMARKS.parent / "docs" / "policies.md").read_text()
+    results = saved(BENCHMARKS / "results" / "policies.json")
+    assert rewritten(page, results) == page
+    first = next(r for r in results["policies"] if (r["model"], r["cache"]) == ("relullama-7b", "time_saved"))
+    first["tokens_per_second"] *= 2
+    changed = rewritten(page, results).split("\n")
+    assert len(changed) == len(page.split("\n"))
+    differ = [line for line, was in zip(changed, page.split("\n"), strict=True) if line != was]
+    assert [line.split(" | ")[0] for line in differ] == ["| relullama-7b"] * 2  # of the speeds and of all policies
+    with pytest.raises(ValueError, match=r"the page has no table \| precision \|"):
+        rewritten(page.replace("| precision | ", "| exactness | "), results)
