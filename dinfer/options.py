@@ -1,4 +1,4 @@
-"""What the command line takes as text, checked and turned into values; nothing is written here but a moved trace."""
+"""What the command line takes as text, checked and turned into values; traces are moved and timelines saved here."""
 
 import shutil
 import sys
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from dinfer.machine import Link, Machine
     from dinfer.model import ModelSpec
+    from dinfer.predictors import Predictors
+    from dinfer.timeline import Timeline
     from dinfer.trace import Trace
 
 
@@ -67,6 +69,20 @@ def selected(trace: "Trace", sequences: str | None) -> "Trace":
 def names(text: str) -> tuple[str, ...]:
     """The names in ``text``, between commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def predictor_of(path: Path | None) -> "Predictors | None":
+    """The predictor in directory ``path``, None without one."""
+    from dinfer.predictors import Predictors
+
+    return None if path is None else Predictors.load(path)
+
+
+def save_timeline(timeline: "Timeline", path: Path | None) -> None:
+    """Write ``timeline`` where a ``path`` is given, and say so."""
+    if path is not None:
+        timeline.save(path)
+        note(f"timeline in {path}; open it in ui.perfetto.dev")
 
 
 def note(text: str) -> None:

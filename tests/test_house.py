@@ -28,8 +28,8 @@ ROOMS = {  # room: the other rooms that it may import
     "families": set(),
 }
 ROOF = (
-    "chat compare plot report cli cli_capacity cli_predict capacity demo doctor options systems sweep reproduce "
-    "reproduce_fit lm_eval __init__"
+    "chat compare plot report cli cli_record cli_plan cli_run cli_capacity cli_predict capacity demo doctor options "
+    "systems sweep reproduce reproduce_fit lm_eval __init__"
 ).split()
 HEAVY = {"torch", "pulp", "matplotlib"}
 FORBIDDEN = dict.fromkeys(GROUND, HEAVY) | {"sim": {"torch"}}
