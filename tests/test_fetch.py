@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,7 +211,13 @@ def test_a_killed_conversion_is_not_taken_for_a_model(tiny_gguf, home):
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
     assert list((home / "models").glob("tiny*")) == []
+    (left,) = (home / "models").glob(".convert-*")
     assert open_checkpoint(resolve_model(tiny_gguf[0])).spec.layers == 2
+    assert left.is_dir()  # it could be another process's
+    os.utime(left, (0, 0))
+    shutil.rmtree(resolve_model(tiny_gguf[0]))
+    resolve_model(tiny_gguf[0])
+    assert not left.exists()
 
 
 def test_resolve_model_takes_directories_and_gguf_files(tiny_gguf, tiny_models, home):

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,9 @@ from dinfer.families import RUNNABLE
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 """What a snapshot from a hub needs to hold."""
+
+ABANDONED_SECONDS = 3600
+"""A half conversion of that age is nobody's."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +145,12 @@ def _from_gguf(file: Path) -> Path:
 def _convert(gguf: Path, target: Path, provenance: dict[str, str]) -> None:
     """Write ``gguf`` as a Hugging Face directory beside ``target`` and rename it at the end.
 
-    A killed process leaves a hidden ``.convert-*`` beside it, which nothing reads.
+    A killed process leaves a hidden ``.convert-*`` beside it, which nothing reads and the next conversion removes,
+    once it is too old to be another one under way.
     """
+    for left in target.parent.glob(".convert-*"):
+        if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as scratch:
         written = Path(scratch) / target.name
         written.mkdir()
