@@ -38,6 +38,8 @@ FIT_ROWS, REACH_ROWS, ROWS_AT_ONCE = 256, 32, 16
 time."""
 OPEN, OPEN_UNTIL = 0.3125, 0.6
 """Share of a layer's open gates that shall be open for every token, in the second layer and on, up to this depth."""
+LEAST_THRESHOLD = 0.01
+"""Below it reach could not be told from a neuron's threshold; a model that is as sparse by plain ReLU gets it."""
 SAMPLED_ROWS = 61
 """One token in so many gives its gates to find the threshold (a prime: no fixed position)."""
 HEAD_ROWS = 256
@@ -95,10 +97,10 @@ class Student:
         return 1 - torch.stack([mlp.act_fn.active for mlp in self.mlps])
 
     def threshold_for(self, sparsity: float) -> float:
-        """The threshold that would have silenced ``sparsity`` of the gates of the last forward pass, at least 0."""
+        """The threshold that would have silenced ``sparsity`` of the gates of the last forward pass, or the least."""
         reached = torch.cat([(mlp.act_fn.gates * r).flatten() for mlp, r in zip(self.mlps, self.reach, strict=True)])
         rank = min(len(reached), max(1, round(sparsity * len(reached))))
-        return max(0.0, float(reached.float().kthvalue(rank).values))
+        return max(LEAST_THRESHOLD, float(reached.float().kthvalue(rank).values))
 
     def begin(self, teacher: Any, ids: torch.Tensor, sparsity: float) -> None:
         """Silence ``sparsity`` of the gates of ``ids`` [rows, length], those the loss feels least; then ``fit``."""

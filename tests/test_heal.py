@@ -232,6 +232,14 @@ def test_ffn_and_attention_weights_change_and_nothing_else(source, texts):
     assert any(".self_attn." in name for name in changed)
 
 
+def test_what_plain_relu_makes_sparse_enough_gets_the_least_threshold(source, texts):
+    run = begin(source, texts, sparsity=0.3)
+    run.step(0)
+    assert run.student.threshold >= healing.LEAST_THRESHOLD
+    assert torch.isfinite(run.student.reach).all()
+    assert all(torch.isfinite(weight).all() for weight in run.student.weights())
+
+
 @pytest.mark.parametrize("step", [1, 9, 25])
 def test_a_resumed_training_takes_the_same_next_steps(source, texts, tmp_path, step):
     first = begin(source, texts)
