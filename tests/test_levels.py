@@ -155,6 +155,19 @@ def test_whole_texts_score_as_balanced_decoding_does(directory, plan):
     assert (at_once - torch.stack(one_by_one)).norm() / at_once.norm() < 1e-4
 
 
+def test_the_sparse_way_of_a_balanced_plan_is_that_of_the_plan_with_one_threshold(directory, trace, plan):
+    """And not that of the CPU's own, higher threshold for all."""
+    fixed = make_plan(trace, CPU_BOUND, plan.vram_bytes, context=64, cache="static")
+    ids, found = np.random.default_rng(3).integers(3, 256, 24), []
+    for one in (plan, fixed):
+        with Session(one, directory, "cpu") as session:
+            scorer = Scorer(session)
+            found.append((scorer.logits(ids, "sparse"), scorer.computed["sparse"]))
+            scorer.close()
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
 def test_simulator_and_executor_choose_the_same_levels_and_do_nearly_the_same_work(directory, trace, plan):
     relu = trace.spec.sparsity_kind == "relu"
     with Session(plan, directory, "cpu") as session:

@@ -150,7 +150,7 @@ class Scorer:
         values, bias = np.empty(len(ids), np.float32), None if run.workers.biases is None else run.workers.biases[layer]
         for row, out in zip(rows, total, strict=True):
             self.computed["sparse"] += ffn_cpu(
-                run.plan.spec, run.workers.rows[layer], row, ids, out, values, run.workers.thresholds[layer], bias
+                run.plan.spec, run.workers.rows[layer], row, ids, out, values, float(run.value_thresholds[layer]), bias
             )
         return torch.from_numpy(total).to(x.dtype)
 
