@@ -180,7 +180,6 @@ def judged(
         "kind": kind,
         "model": spec.name,
         "settings": settings.document(),
-        "chosen_by": list(settings.choose),
         "tokens": {"trained": len(parts.train), "chosen_on": len(choosing), "judged": len(test)},
         "ranks": list(predictors.ranks),
         "bytes": predictors.bytes,
@@ -278,8 +277,8 @@ def markdown(results: list[dict[str, Any]]) -> str:
     """The tables for reading."""
     lines = overview(results) + lookaheads(results)
     for result in results:
-        tokens, chosen_by = result["tokens"], result.get("chosen_by", [])
-        held = ", ".join(name for name in result["settings"]["hold_out"] if name not in chosen_by)
+        tokens, held = result["tokens"], ", ".join(result["settings"]["hold_out"])
+        chosen_by = result["settings"].get("choose", [])
         how = f"chosen, as its thresholds, on {' and '.join(chosen_by)}" if chosen_by else "chosen on validation texts"
         dense, how = result["dense_perplexity"], "given" if result["borne"] is None else how
         lines += [

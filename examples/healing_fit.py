@@ -1,6 +1,6 @@
 """What comes before the steps of a healing: how much the loss feels of each gate, and the fit of the residual."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,18 +90,29 @@ def fit_part(
     teacher's residual, as the next normalisation sees it, and RIDGE x the mean square of an input keeps the weights
     near those that they were.
     """
-    count, outputs = part.in_features, part.out_features
-    squares, products = (torch.zeros(count, n, device=part.weight.device) for n in (count, outputs))
-    with torch.autocast(squares.device.type, enabled=False):
-        for given, our, their in zip(inputs, ours, theirs, strict=True):
-            scale = 1 / their.float().norm(dim=-1, keepdim=True)
-            rows = (given.float() * scale).flatten(0, 1)
-            squares += rows.T @ rows
-            products += rows.T @ ((their.float() - our.float()) * scale).flatten(0, 1)
+    with torch.autocast(part.weight.device.type, enabled=False):
+        squares, products = normal_equations(inputs, ours, theirs)
         squares.diagonal().add_(RIDGE * squares.diagonal().mean())
         change = torch.linalg.solve(squares, products)
     part.weight += change.T
     return [our + given @ change.to(given.dtype) for given, our in zip(inputs, ours, strict=True)]
+
+
+def normal_equations(
+    inputs: Iterable[torch.Tensor], ours: list[torch.Tensor], theirs: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over tokens of input x input [values, values] and of input x (theirs - ours) [values, hidden], float32.
+
+    All are batches [rows, length, ...]; a token counts by 1 / the squared norm of the teacher's residual.
+    """
+    squares: Any = 0.0
+    products: Any = 0.0
+    for given, our, their in zip(inputs, ours, theirs, strict=True):
+        scale = 1 / their.float().norm(dim=-1, keepdim=True)
+        rows = (given.float() * scale).flatten(0, 1)
+        squares += rows.T @ rows
+        products += rows.T @ ((their.float() - our.float()) * scale).flatten(0, 1)
+    return squares, products
 
 
 def constant_gate(entered: list[torch.Tensor]) -> torch.Tensor:
@@ -161,16 +172,9 @@ def open_neurons(
     ``count`` directions of the output that give back most. They take the places of the neurons that add least. All are
     batches [rows, length, values].
     """
-    neurons, hidden, device = mlp.down_proj.in_features, mlp.down_proj.out_features, mlp.down_proj.weight.device
-    both = neurons + hidden
-    shapes = (both, both), (both, hidden)
-    squares, products = (torch.zeros(shape, device=device) for shape in shapes)
-    with torch.autocast(device.type, enabled=False):
-        for x, act, our, their in zip(entered, given, ours, theirs, strict=True):
-            scale = 1 / their.float().norm(dim=-1, keepdim=True)
-            rows = (torch.cat([act.float(), x.float()], dim=-1) * scale).flatten(0, 1)
-            squares += rows.T @ rows
-            products += rows.T @ ((their.float() - our.float()) * scale).flatten(0, 1)
+    neurons, both = mlp.down_proj.in_features, zip(given, entered, strict=True)
+    with torch.autocast(mlp.down_proj.weight.device.type, enabled=False):
+        squares, products = normal_equations((torch.cat(pair, dim=-1) for pair in both), ours, theirs)
         powers, linear = squares.diagonal()[:neurons].clone(), squares[neurons:, neurons:].clone()
         squares.diagonal()[:neurons].add_(RIDGE * powers.mean())
         squares.diagonal()[neurons:].add_(LINEAR_RIDGE * linear.diagonal().mean())

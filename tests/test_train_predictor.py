@@ -96,7 +96,7 @@ def test_a_low_rank_rule_is_learnt(trained):
     """Far better than the static hot set and the token before on domains never seen, and near the noise's limit."""
     trace, predictors = trained
     parts = judge.split(trace, ("rivers",))
-    frame = judged(predictors, trace, parts.test, judge.frequency_of(trace, parts.train))
+    frame = judged(predictors, trace, judge.of_domains(trace, ("rivers",)), judge.frequency_of(trace, parts.train))
     assert (frame["matched_recall"] > frame["static_matched_recall"] + 0.15).all()
     assert (frame["matched_recall"] > frame["previous_matched_recall"] + 0.15).all()
     assert (frame["recall"] > frame["static_recall"]).all()
@@ -215,7 +215,7 @@ def test_widths_go_where_recall_is_won():
 
 def test_curves_are_those_of_brute_force(trained):
     trace, predictors = trained
-    rows = judge.split(trace, ("rivers",)).test[::3]
+    rows = judge.of_domains(trace, ("rivers",))[::3]
     curves = judge.ways(predictors, trace, rows, trace.frequency)["trained"]
     active = bits.unpack(trace.active[rows], SPEC.neurons)
     power = decode_levels(trace.contribution[rows], 1.0).astype(float) ** 2 * active
@@ -236,7 +236,7 @@ def test_rivals_are_those_of_brute_force(trained):
     """Static: the hottest; previous: the token before's, then the hottest; oracle: the largest contributions."""
     trace, predictors = trained
     parts = judge.split(trace, ("rivers",))
-    rows, frequency = parts.test[:200], judge.frequency_of(trace, parts.train)
+    rows, frequency = judge.of_domains(trace, ("rivers",))[:200], judge.frequency_of(trace, parts.train)
     frame = judged(predictors, trace, rows, frequency)
     active = bits.unpack(trace.active, SPEC.neurons)
     for layer in range(SPEC.layers):
@@ -260,7 +260,7 @@ def test_rivals_are_those_of_brute_force(trained):
 
 def test_the_calibration_curve_counts_every_neuron(trained):
     trace, predictors = trained
-    rows = judge.split(trace, ("rivers",)).test
+    rows = judge.of_domains(trace, ("rivers",))
     curve = judge.calibration(judge.ways(predictors, trace, rows, trace.frequency)["trained"])
     assert curve["neurons"].sum() == len(rows) * SPEC.layers * SPEC.neurons
     seen = curve[curve["neurons"] > 2000]
@@ -271,7 +271,7 @@ def test_prompts_are_split_by_domain_and_prompt():
     trace = ruled(2400)
     parts = judge.split(trace, ("rivers",))
     number = trace.tokens["sequence"].to_numpy() % 30
-    assert set(number[parts.test]) == set(range(20, 30))
+    assert set(number[judge.of_domains(trace, ("rivers",))]) == set(range(20, 30))
     assert set(number[parts.validation]) == {4, 12}
     assert set(number[parts.train]) == set(range(20)) - {4, 12}
     with refuses("domain 'moons' is not in the trace; it holds plants, rivers, stones"):
@@ -340,7 +340,7 @@ def test_the_benchmark_chooses_by_domains_of_their_own_and_tabulates_lookaheads(
     trace = ruled(1200)
     settings = replace(FEW, epochs=1, choose=("stones",))
     first = benchmark.judged("rule", trace, tmp_path, settings, 200, model=object())
-    assert first["chosen_by"] == ["stones"]
+    assert (first["settings"]["hold_out"], first["settings"]["choose"]) == (["rivers"], ["stones"])
     ratios = [row["choosing_ratio"] for row in first["curve"]]
     assert ratios == sorted(ratios)
     assert ratios[0] <= benchmark.TOLERATED < ratios[-1]

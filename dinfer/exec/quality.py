@@ -148,9 +148,10 @@ class Scorer:
         run, rows = self.run, x.float().numpy()
         ids, total = np.arange(run.bank.neurons, dtype=np.int32), np.zeros(rows.shape, np.float32)
         values, bias = np.empty(len(ids), np.float32), None if run.workers.biases is None else run.workers.biases[layer]
+        threshold = float(thresholds_of(run, layer, "sparse"))
         for row, out in zip(rows, total, strict=True):
             self.computed["sparse"] += ffn_cpu(
-                run.plan.spec, run.workers.rows[layer], row, ids, out, values, float(run.value_thresholds[layer]), bias
+                run.plan.spec, run.workers.rows[layer], row, ids, out, values, threshold, bias
             )
         return torch.from_numpy(total).to(x.dtype)
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,9 @@ def _convert(gguf: Path, target: Path, provenance: dict[str, str]) -> None:
     once it is too old to be another one under way.
     """
     for left in target.parent.glob(".convert-*"):
-        if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process was done with it meanwhile
+            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as scratch:
         written = Path(scratch) / target.name
         written.mkdir()

@@ -180,30 +180,29 @@ def check_judged(trace: Trace) -> None:
 
 
 class Split(NamedTuple):
-    """Decode tokens (row numbers, ascending) by what they are for."""
+    """Decode tokens that are learnt, and those of like prompts that stop it: row numbers, ascending."""
 
     train: np.ndarray
     validation: np.ndarray
-    test: np.ndarray
 
 
 VALIDATION_EVERY = 8
-"""Every eighth of the prompts that are no test stops the training and sets the thresholds."""
+"""Every eighth of the prompts that are not held out stops the training, and sets thresholds where no domain does."""
 
 
 def split(trace: Trace, hold_out: tuple[str, ...]) -> Split:
-    """Rows by prompt: whole domains ``hold_out`` for the test, of the other prompts every eighth for validation.
+    """Rows of the prompts that are of no domain in ``hold_out``, by prompt: every eighth for validation.
 
-    Raises InputError for a domain that the trace does not name, and when no prompt is left for one of the three.
+    Raises InputError for a domain that the trace does not name, and when no prompt is left for one of the two.
     """
     indices, place = trace.meta.get("prompt_indices", ()), _places_of_prompts(trace)
     order = np.array(indices) if len(indices) else np.arange(int(place.max(initial=0)) + 1)
-    test = _prompts_of(trace, hold_out, len(order))
-    others = np.sort(order[~test])
-    validation = np.isin(order, others[VALIDATION_EVERY // 2 :: VALIDATION_EVERY]) & ~test
+    learnt = ~_prompts_of(trace, hold_out, len(order))
+    others = np.sort(order[learnt])
+    validation = np.isin(order, others[VALIDATION_EVERY // 2 :: VALIDATION_EVERY]) & learnt
     decoded = (trace.tokens["phase"] == "decode").to_numpy()
-    parts = [np.flatnonzero(decoded & of[place]) for of in (~test & ~validation, validation, test)]
-    for name, part in zip(("train on", "validate on"), parts, strict=False):
+    parts = [np.flatnonzero(decoded & of[place]) for of in (learnt & ~validation, validation)]
+    for name, part in zip(("train on", "validate on"), parts, strict=True):
         if not len(part):
             raise InputError(f"the trace has no decode token to {name}; record more prompts or hold out fewer domains")
     return Split(*parts)
