@@ -1,11 +1,11 @@
 """Heal a ReLU model out of SmolLM2: FATReLU takes the place of its SiLU, and the SiLU teacher says what was lost.
 
 The gates that the loss feels least fall silent at once, the others follow SiLU as well as a straight line can, and some
-neurons become a linear map that stands in for what fell silent. Each layer's output and down matrix are fitted so that
-the residual comes back to the teacher's, and then all weights of attention and FFN learn the teacher's next-token
-distribution (KL divergence). Stopped at any time, the same command goes on from the last checkpoint; after each
-checkpoint the model so far is a directory that dinfer and transformers load. docs/healed.md has the recipe and what
-came out.
+neurons become a linear map that stands in for what fell silent. Layer by layer, what is read of the residual and what
+is written to it are fitted so that it comes back to the teacher's, and then all weights of attention and FFN learn the
+teacher's next-token distribution (KL divergence). Stopped at any time, the same command goes on from the last
+checkpoint; after each checkpoint the model so far is a directory that dinfer and transformers load. docs/healed.md has
+the recipe and what came out.
 """
 
 import ctypes
@@ -166,8 +166,8 @@ def main(
     work: Annotated[Path | None, typer.Option(help="texts and checkpoint; default: in the cache")] = None,
     sparsity: Annotated[float, typer.Option(min=0.5, max=0.98, help="share of gates below the threshold")] = 0.8,
     steps: Annotated[int, typer.Option(min=1, help="training steps")] = 1400,
-    minutes: Annotated[float, typer.Option(min=0.1, help="the most minutes that all may take, the fit too")] = 60,
-    rows: Annotated[int, typer.Option(min=2, help="sequences a step, half of them chats")] = 4,
+    minutes: Annotated[float, typer.Option(min=0.1, help="the most minutes that the steps may take")] = 32,
+    rows: Annotated[int, typer.Option(min=2, help="sequences a step, half of them chats")] = 8,
     length: Annotated[int, typer.Option(min=64, help="tokens a sequence")] = 256,
     chats: Annotated[int, typer.Option(min=1, help="batches of 96 chats that the teacher writes")] = 20,
     save_every: Annotated[float, typer.Option(min=0.1, help="minutes between checkpoints")] = 15,

@@ -13,27 +13,32 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from healing_fit import (
+    BETAS,
     FARTHEST,
     attended,
     constant_gate,
+    falling,
     fed,
     first_layer_call,
     fit_part,
     follow,
+    inputs_of,
     measured_reach,
+    neurons_of,
     open_neurons,
-    ran,
+    read_through,
+    refine,
 )  # fmt: skip
 from healing_texts import Texts
 
 from dinfer.errors import InputError
 from dinfer.report import progress
 
-RATE, WARMUP, BETAS, CLIP = 1.5e-4, 20, (0.9, 0.95), 1.0
+RATE, CLIP = 1e-4, 1.0
 SETTLED, PULL = 0.6, 0.2
 """Share of the training from which on the threshold stays; how far a step moves it towards the one that fits its
 batch."""
-FIT_ROWS, REACH_ROWS, ROWS_AT_ONCE = 256, 32, 16
+FIT_ROWS, REACH_ROWS, ROWS_AT_ONCE = 512, 32, 16
 """Sequences that the residual is fitted on, those of them that tell the reach, and how many go through a layer at a
 time."""
 OPEN, OPEN_UNTIL = 0.3125, 0.6
@@ -44,6 +49,11 @@ SAMPLED_ROWS = 61
 """One token in so many gives its gates to find the threshold (a prime: no fixed position)."""
 HEAD_ROWS = 256
 """Tokens whose logits are in memory at a time."""
+
+
+States = list[torch.Tensor]
+"""The residual of many sequences, batches [rows, length, hidden]."""
+Pair = tuple[States, States]
 
 
 class FatRelu(torch.nn.Module):
@@ -116,31 +126,42 @@ class Student:
 
     @torch.no_grad()
     def fit(self, teacher: Any, ids: torch.Tensor, opened: list[int]) -> None:
-        """Fit each layer's output and down matrix in turn: after attention and after the FFN the residual of ``ids``
-        [rows, length] shall be where the teacher's is, whatever was lost before. Before the latter, gates follow
-        the teacher's activation where they are open, and ``opened`` of a layer's neurons become a linear map."""
+        """Fit each layer in turn: what it reads of ``ids`` [rows, length] shall be what the teacher's reads, and after
+        attention and after the FFN the residual where the teacher's is, whatever was lost before."""
         calls = [first_layer_call(teacher, rows) for rows in ids.split(ROWS_AT_ONCE)]
         theirs, ours = ([states for states, _ in calls] for _ in range(2))
         others = [rest for _, rest in calls]
         layers = list(zip(teacher.model.layers, self.model.model.layers, strict=True))
         with progress("fitting the residual to the teacher's", "layers") as show, autocast(teacher):
             for number, (their, our) in enumerate(layers):
-                theirs, _ = ran(attended, their, theirs, others)
-                moved, (given,) = ran(attended, our, ours, others, our.self_attn.o_proj)
-                ours = fit_part(our.self_attn.o_proj, given, moved, theirs)
-                theirs, _ = ran(fed, their, theirs, others)
-                _, (entered, gates) = ran(fed, our, ours, others, our.mlp.gate_proj, our.mlp.act_fn)
-                constant = constant_gate(entered)
-                self.reach[number] = self.threshold / follow(our.mlp, their.mlp.act_fn, constant, gates)
-                self.set_threshold(self.threshold)
-                moved, (given,) = ran(fed, our, ours, others, our.mlp.down_proj)
-                if opened[number]:
-                    lost = entered, given, moved, theirs
-                    self.reach[number, open_neurons(our.mlp, opened[number], constant, *lost)] = FARTHEST
-                    self.set_threshold(self.threshold)
-                    moved, (given,) = ran(fed, our, ours, others, our.mlp.down_proj)
-                ours = fit_part(our.mlp.down_proj, given, moved, theirs)
+                ours, theirs = self._fit_attention(their, our, ours, theirs, others)
+                ours, theirs = self._fit_ffn(number, opened[number], their, our, ours, theirs)
                 show(number + 1, len(layers))
+
+    def _fit_attention(self, their: Any, our: Any, ours: States, theirs: States, others: list[Any]) -> Pair:
+        attention, norm = our.self_attn, our.input_layernorm
+        reads = [[norm(x) for x in states] for states in (ours, theirs)]
+        read_through([attention.q_proj, attention.k_proj, attention.v_proj], *reads)
+        given = inputs_of(attention.o_proj, our, ours, others)
+        theirs = [attended(their, *call) for call in zip(theirs, others, strict=True)]
+        return fit_part(attention.o_proj, given, ours, theirs), theirs
+
+    def _fit_ffn(self, number: int, opened: int, their: Any, our: Any, ours: States, theirs: States) -> Pair:
+        """Gates follow the teacher's activation where they are open, and ``opened`` neurons become a linear map."""
+        mlp, norm = our.mlp, our.post_attention_layernorm
+        entered, meant = ([norm(x) for x in states] for states in (ours, theirs))
+        read_through([mlp.gate_proj, mlp.up_proj], entered, meant)
+        theirs = [fed(their, states) for states in theirs]
+        constant = constant_gate(entered)
+        self.reach[number] = self.threshold / follow(mlp, their.mlp.act_fn, constant, entered)
+        self.set_threshold(self.threshold)
+        if opened:
+            places = open_neurons(mlp, opened, constant, entered, ours, theirs)
+            self.reach[number, places] = FARTHEST
+            self.set_threshold(self.threshold)
+        fit_part(mlp.down_proj, [neurons_of(mlp, x) for x in entered], ours, theirs)
+        refine(mlp, entered, ours, theirs)
+        return fit_part(mlp.down_proj, [neurons_of(mlp, x) for x in entered], ours, theirs), theirs
 
 
 class LogitKl(torch.autograd.Function):
@@ -171,7 +192,7 @@ class LogitKl(torch.autograd.Function):
 
 @dataclass
 class Run:
-    """Where a training stands: steps taken, their seconds, what the teacher's source.json says."""
+    """Where a training stands: steps taken, their seconds (the fit's not), what the teacher's source.json says."""
 
     step: int = 0
     seconds: float = 0.0
@@ -195,9 +216,9 @@ class Healing:
 
     def step(self, share: float) -> dict[str, float]:
         """The next step, at ``share`` (0 to 1) of the training; what it measured."""
-        begun = time.perf_counter()
         if not self.run.step:
             self._begin()
+        begun = time.perf_counter()
         ids = self.texts.batch(self.seed, self.run.step, self.rows).to(self.teacher.device)
         loss = self._loss(ids)
         norm = torch.nn.utils.clip_grad_norm_(self.student.weights(), CLIP)
@@ -272,11 +293,6 @@ class Healing:
 def autocast(model: Any) -> Any:
     """bfloat16 matrix products on ``model``'s device."""
     return torch.autocast(model.device.type, dtype=torch.bfloat16)
-
-
-def falling(rate: float, step: int, share: float) -> float:
-    """Learning rate of ``step`` at ``share`` of the training: warm-up, then a cosine from ``rate`` to a 50th of it."""
-    return rate * min(1, (step + 1) / WARMUP) * (0.02 + 0.49 * (1 + math.cos(math.pi * min(1, share))))
 
 
 @torch.inference_mode()

@@ -1,5 +1,6 @@
 """What comes before the steps of a healing: how much the loss feels of each gate, and the fit of the residual."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,14 +8,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-RIDGE, LINEAR_RIDGE, GATE_RIDGE = 0.03, 0.003, 0.001
+RIDGE, LINEAR_RIDGE, GATE_RIDGE, READ_RIDGE = 0.03, 0.003, 0.001, 0.01
 """What keeps a fitted matrix near what it was, relative to the mean square of an input; the same for a linear map of
-the FFN's input, and for the gate that is the same for every token."""
+the FFN's input, for the gate that is the same for every token, and for the guess of the teacher's residual."""
+BLOCK = 512
+"""Columns of a symmetric product at a time; half of the blocks need no product."""
 FARTHEST = 16
 """How often a measured reach may be the median's, or the median it; an open neuron's."""
 STRIDE, SELDOM, SLOPES = 5, 30, (0.5, 1.2)
 """One token in so many gives its gates to the lines that follow SiLU; a gate that is open less often gets none; the
 slopes that they may have."""
+BETAS, WARMUP = (0.9, 0.95), 20
+REFINE_RATE, REFINE_TOKENS, PASSES = 3e-3, 1024, 2
+"""Of the steps in which a layer's FFN learns by itself."""
 
 
 def measured_reach(teacher: Any, ids: torch.Tensor, every: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -63,28 +69,40 @@ def attended(layer: Any, states: torch.Tensor, rest: dict[str, Any]) -> torch.Te
     return states + layer.self_attn(layer.input_layernorm(states), **rest)[0]
 
 
-def fed(layer: Any, states: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:
+def fed(layer: Any, states: torch.Tensor) -> torch.Tensor:
     """The residual after its FFN."""
     return states + layer.mlp(layer.post_attention_layernorm(states))
 
 
-def ran(
-    half: Callable[..., torch.Tensor], layer: Any, states: list[torch.Tensor], others: list[Any], *parts: Any
-) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    """Each batch of ``states`` after ``half`` of a decoder ``layer``, and what each of ``parts`` was given for it."""
-    given: list[list[torch.Tensor]] = [[] for _ in parts]
+def inputs_of(part: torch.nn.Linear, layer: Any, states: list[torch.Tensor], others: list[Any]) -> list[torch.Tensor]:
+    """What ``part`` of a decoder ``layer``'s attention is given for each batch of ``states``."""
+    given: list[torch.Tensor] = []
+    with hooked([part], lambda part, inputs, output: given.append(inputs[0])):
+        for call in zip(states, others, strict=True):
+            attended(layer, *call)
+    return given
 
-    def keep(part: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
-        given[parts.index(part)].append(inputs[0])
 
-    with hooked(list(parts), keep):
-        return [half(layer, *call) for call in zip(states, others, strict=True)], given
+def read_through(parts: list[torch.nn.Linear], ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """Let ``parts``, which read ``ours``, read the best linear guess of ``theirs`` from it instead.
+
+    Both are batches [rows, length, hidden] of normalised residuals. What was lost before is partly linear in what is
+    left; the guess is a ridge regression, and the matrices take it in.
+    """
+    with torch.autocast(ours[0].device.type, enabled=False):
+        squares, products = normal_equations(ours, ours, theirs, weighted=False)
+        squares.diagonal().add_(READ_RIDGE * squares.diagonal().mean())
+        guess = torch.linalg.solve(squares, products)
+        for part in parts:
+            part.weight += part.weight @ guess.T
+    torch.clear_autocast_cache()  # it holds the matrices as they were
 
 
 def fit_part(
     part: torch.nn.Linear, inputs: list[torch.Tensor], ours: list[torch.Tensor], theirs: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Give ``part`` the weights that bring ``ours`` nearest to ``theirs``, given its ``inputs``; returns ``ours`` then.
+    """Give ``part`` the weights whose product with its ``inputs`` brings ``ours`` nearest to ``theirs``; returns
+    ``ours`` and that product.
 
     All are batches [rows, length, values]. It is ridge regression: a token counts by 1 / the squared norm of the
     teacher's residual, as the next normalisation sees it, and RIDGE x the mean square of an input keeps the weights
@@ -92,27 +110,33 @@ def fit_part(
     """
     with torch.autocast(part.weight.device.type, enabled=False):
         squares, products = normal_equations(inputs, ours, theirs)
+        missing = products - squares @ part.weight.T
         squares.diagonal().add_(RIDGE * squares.diagonal().mean())
-        change = torch.linalg.solve(squares, products)
-    part.weight += change.T
-    return [our + given @ change.to(given.dtype) for given, our in zip(inputs, ours, strict=True)]
+        part.weight += torch.linalg.solve(squares, missing).T
+    torch.clear_autocast_cache()  # it holds the matrix as it was
+    return [our + part(given) for given, our in zip(inputs, ours, strict=True)]
 
 
 def normal_equations(
-    inputs: Iterable[torch.Tensor], ours: list[torch.Tensor], theirs: list[torch.Tensor]
+    inputs: Iterable[torch.Tensor], ours: list[torch.Tensor], theirs: list[torch.Tensor], weighted: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over tokens of input x input [values, values] and of input x (theirs - ours) [values, hidden], float32.
 
-    All are batches [rows, length, ...]; a token counts by 1 / the squared norm of the teacher's residual.
+    All are batches [rows, length, ...]; ``weighted``, a token counts by 1 / the squared norm of the teacher's residual.
+    Of the first, which is symmetric, only blocks on and above the diagonal are multiplied.
     """
-    squares: Any = 0.0
-    products: Any = 0.0
+    squares = products = torch.empty(0)
     for given, our, their in zip(inputs, ours, theirs, strict=True):
-        scale = 1 / their.float().norm(dim=-1, keepdim=True)
+        scale = 1 / their.float().norm(dim=-1, keepdim=True) if weighted else 1
         rows = (given.float() * scale).flatten(0, 1)
-        squares += rows.T @ rows
-        products += rows.T @ ((their.float() - our.float()) * scale).flatten(0, 1)
-    return squares, products
+        wanted = ((their.float() - our.float()) * scale).flatten(0, 1)
+        if not len(squares):
+            squares, products = (rows.new_zeros(rows.shape[1], side.shape[1]) for side in (rows, wanted))
+        for first in range(0, rows.shape[1], BLOCK):
+            block = slice(first, first + BLOCK)
+            squares[: block.stop, block] += rows[:, : block.stop].T @ rows[:, block]
+        products += rows.T @ wanted
+    return squares.triu() + squares.triu(1).T, products
 
 
 def constant_gate(entered: list[torch.Tensor]) -> torch.Tensor:
@@ -128,29 +152,28 @@ def constant_gate(entered: list[torch.Tensor]) -> torch.Tensor:
         return torch.linalg.solve(squares, total)
 
 
-def follow(mlp: Any, silu: Any, constant: torch.Tensor, gates: list[torch.Tensor]) -> torch.Tensor:
+def follow(mlp: Any, silu: Any, constant: torch.Tensor, entered: list[torch.Tensor]) -> torch.Tensor:
     """Make each gate of ``mlp`` the straight line of it that is nearest to its ``silu`` where it is open; returns the
     thresholds [neurons] that open it as before, but nowhere below 0.
 
-    An open FATReLU passes the gate, SiLU passes less. Least squares over every STRIDE-th token of the ``gates`` [rows,
-    length, neurons]; the line's offset goes onto the ``constant`` gate [hidden]. A neuron that is hardly ever open
-    stays as it is.
+    An open FATReLU passes the gate, SiLU passes less. Least squares over every STRIDE-th token of the FFN's inputs
+    ``entered`` [rows, length, hidden]; the line's offset goes onto the ``constant`` gate [hidden]. A neuron that is
+    hardly ever open stays as it is.
     """
     threshold = mlp.act_fn.threshold
     count, x, y, xx, xy = (torch.zeros_like(threshold) for _ in range(5))
-    with torch.autocast(threshold.device.type, enabled=False):
-        for batch in gates:
-            gate = batch.float().flatten(0, 1)[::STRIDE]
-            above, value = (gate > threshold).float(), silu(gate)
-            for total, term in ((count, above), (x, gate * above), (y, value * above)):
-                total += term.sum(0)
-            xx += (gate.square() * above).sum(0)
-            xy += (gate * value * above).sum(0)
-        mean = x / count.clamp(min=1)
-        slope = (xy - mean * y) / (xx - mean * x).clamp(min=1e-4)
-        slope = torch.where(count < SELDOM, 1.0, slope.clamp(*SLOPES))
-        offset = torch.where(count < SELDOM, 0.0, y / count.clamp(min=1) - slope * mean)
-        mlp.gate_proj.weight.mul_(slope[:, None]).add_(offset[:, None] * constant)
+    for inputs in entered:
+        gate = mlp.gate_proj(inputs.flatten(0, 1)[::STRIDE]).float()
+        above, value = (gate > threshold).float(), silu(gate)
+        for total, term in ((count, above), (x, gate * above), (y, value * above)):
+            total += term.sum(0)
+        xx += (gate.square() * above).sum(0)
+        xy += (gate * value * above).sum(0)
+    mean = x / count.clamp(min=1)
+    slope = (xy - mean * y) / (xx - mean * x).clamp(min=1e-4)
+    slope = torch.where(count < SELDOM, 1.0, slope.clamp(*SLOPES))
+    offset = torch.where(count < SELDOM, 0.0, y / count.clamp(min=1) - slope * mean)
+    mlp.gate_proj.weight.mul_(slope[:, None]).add_(offset[:, None] * constant)
     torch.clear_autocast_cache()  # it holds the matrix as it was
     return torch.maximum(slope * threshold + offset, threshold / 20)
 
@@ -160,25 +183,26 @@ def open_neurons(
     count: int,
     constant: torch.Tensor,
     entered: list[torch.Tensor],
-    given: list[torch.Tensor],
     ours: list[torch.Tensor],
     theirs: list[torch.Tensor],
 ) -> torch.Tensor:
     """Make ``count`` of ``mlp``'s neurons a linear map of the FFN's input ``entered``; returns their numbers.
 
     Most of what silenced gates lose is linear in the FFN's input. A gated neuron is linear where its gate is the same
-    for every token, the ``constant`` one. The map is the part on ``entered`` of a ridge regression of ``theirs`` -
-    ``ours`` on ``given`` (what down_proj was given) and ``entered``, tokens weighted as in fit_part; of it the
-    ``count`` directions of the output that give back most. They take the places of the neurons that add least. All are
-    batches [rows, length, values].
+    for every token, the ``constant`` one. The map is the part on ``entered`` of a ridge regression of what ``mlp``
+    leaves of ``theirs`` - ``ours`` on its neurons and ``entered``, tokens weighted as in fit_part; of it the ``count``
+    directions of the output that give back most. They take the places of the neurons that add least. All are batches
+    [rows, length, values].
     """
-    neurons, both = mlp.down_proj.in_features, zip(given, entered, strict=True)
+    neurons = mlp.down_proj.in_features
+    both = [torch.cat([neurons_of(mlp, x), x], dim=-1) for x in entered]
     with torch.autocast(mlp.down_proj.weight.device.type, enabled=False):
-        squares, products = normal_equations((torch.cat(pair, dim=-1) for pair in both), ours, theirs)
+        squares, products = normal_equations(both, ours, theirs)
+        missing = products - squares[:, :neurons] @ mlp.down_proj.weight.T
         powers, linear = squares.diagonal()[:neurons].clone(), squares[neurons:, neurons:].clone()
         squares.diagonal()[:neurons].add_(RIDGE * powers.mean())
         squares.diagonal()[neurons:].add_(LINEAR_RIDGE * linear.diagonal().mean())
-        lost = torch.linalg.solve(squares, products)[neurons:]
+        lost = torch.linalg.solve(squares, missing)[neurons:]
         down = torch.linalg.eigh(lost.T @ linear @ lost).eigenvectors[:, -count:]
         up = lost @ down
     balance = up.norm(dim=0).sqrt()
@@ -188,6 +212,42 @@ def open_neurons(
     mlp.down_proj.weight[:, places] = down * balance
     torch.clear_autocast_cache()  # it holds the matrices as they were
     return places
+
+
+def neurons_of(mlp: Any, entered: torch.Tensor) -> torch.Tensor:
+    """The activations [rows, length, neurons] of an FFN for its input."""
+    return mlp.act_fn(mlp.gate_proj(entered)) * mlp.up_proj(entered)
+
+
+@torch.enable_grad()
+def refine(mlp: Any, entered: list[torch.Tensor], ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """Let all three matrices of ``mlp`` learn by gradient what brings ``ours`` nearest to ``theirs``; thresholds stay.
+
+    All are batches [rows, length, values]. Tokens come REFINE_TOKENS at a time in a random order, PASSES times, and
+    count as in fit_part; the rate is REFINE_RATE after a warm-up, then falls as a cosine.
+    """
+    scale = torch.cat([1 / their.float().norm(dim=-1).flatten() for their in theirs])[:, None]
+    given = torch.cat([x.flatten(0, 1) for x in entered])
+    wanted = torch.cat([(b.float() - a.float()).flatten(0, 1) for a, b in zip(ours, theirs, strict=True)]) * scale
+    missing = wanted.square().sum(-1).mean()
+    weights = [part.weight for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    optimiser = torch.optim.AdamW(weights, betas=BETAS, weight_decay=0.0, fused=True)
+    random = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(len(given), generator=random).split(REFINE_TOKENS) for _ in range(PASSES)]
+    steps = [chosen.to(given.device) for order in orders for chosen in order]
+    for step, chosen in enumerate(steps):
+        left = mlp.down_proj(neurons_of(mlp, given[chosen])).float() * scale[chosen] - wanted[chosen]
+        (left.square().sum(-1).mean() / missing).backward()
+        for group in optimiser.param_groups:
+            group["lr"] = falling(REFINE_RATE, step, step / len(steps))
+        optimiser.step()
+        optimiser.zero_grad()
+        torch.clear_autocast_cache()  # it holds the matrices as they were
+
+
+def falling(rate: float, step: int, share: float) -> float:
+    """Learning rate of ``step`` at ``share`` of a training: warm-up, then a cosine from ``rate`` to a 50th of it."""
+    return rate * min(1, (step + 1) / WARMUP) * (0.02 + 0.49 * (1 + math.cos(math.pi * min(1, share))))
 
 
 @contextmanager
