@@ -54,6 +54,7 @@ HEAD_ROWS = 256
 States = list[torch.Tensor]
 """The residual of many sequences, batches [rows, length, hidden]."""
 Pair = tuple[States, States]
+"""The student's and the teacher's."""
 
 
 class FatRelu(torch.nn.Module):
@@ -139,6 +140,7 @@ class Student:
                 show(number + 1, len(layers))
 
     def _fit_attention(self, their: Any, our: Any, ours: States, theirs: States, others: list[Any]) -> Pair:
+        """The residuals after attention, whose reads and output are fitted; ``others``: a call's mask and positions."""
         attention, norm = our.self_attn, our.input_layernorm
         reads = [[norm(x) for x in states] for states in (ours, theirs)]
         read_through([attention.q_proj, attention.k_proj, attention.v_proj], *reads)
@@ -147,7 +149,8 @@ class Student:
         return fit_part(attention.o_proj, given, ours, theirs), theirs
 
     def _fit_ffn(self, number: int, opened: int, their: Any, our: Any, ours: States, theirs: States) -> Pair:
-        """Gates follow the teacher's activation where they are open, and ``opened`` neurons become a linear map."""
+        """The residuals after the FFN: its reads are fitted, gates follow the teacher's activation where they are open,
+        ``opened`` neurons become a linear map, then all of it learns, and what it writes is fitted."""
         mlp, norm = our.mlp, our.post_attention_layernorm
         entered, meant = ([norm(x) for x in states] for states in (ours, theirs))
         read_through([mlp.gate_proj, mlp.up_proj], entered, meant)

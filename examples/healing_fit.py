@@ -19,8 +19,9 @@ STRIDE, SELDOM, SLOPES = 5, 30, (0.5, 1.2)
 """One token in so many gives its gates to the lines that follow SiLU; a gate that is open less often gets none; the
 slopes that they may have."""
 BETAS, WARMUP = (0.9, 0.95), 20
+"""AdamW's, and the steps in which the rate rises: of a layer by itself and of the whole model."""
 REFINE_RATE, REFINE_TOKENS, PASSES = 3e-3, 1024, 2
-"""Of the steps in which a layer's FFN learns by itself."""
+"""Where a layer's FFN learns by itself: highest learning rate, tokens a step, passes over all tokens."""
 
 
 def measured_reach(teacher: Any, ids: torch.Tensor, every: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
