@@ -38,9 +38,12 @@ RATE, CLIP = 1e-4, 1.0
 SETTLED, PULL = 0.6, 0.2
 """Share of the training from which on the threshold stays; how far a step moves it towards the one that fits its
 batch."""
-FIT_ROWS, REACH_ROWS, ROWS_AT_ONCE = 512, 32, 16
+FIT_ROWS, REACH_ROWS, ROWS_AT_ONCE = 2048, 32, 16
 """Sequences that the residual is fitted on, those of them that tell the reach, and how many go through a layer at a
 time."""
+WIDE_UNTIL, KEPT = 0.25, 4
+"""The depth up to which all of the sequences are used, and one in how many after it: the first layers' residual depends
+on the token most, and there are many tokens."""
 OPEN, OPEN_UNTIL = 0.3125, 0.6
 """Share of a layer's open gates that shall be open for every token, in the second layer and on, up to this depth."""
 LEAST_THRESHOLD = 0.01
@@ -135,6 +138,8 @@ class Student:
         layers = list(zip(teacher.model.layers, self.model.model.layers, strict=True))
         with progress("fitting the residual to the teacher's", "layers") as show, autocast(teacher):
             for number, (their, our) in enumerate(layers):
+                if number == round(WIDE_UNTIL * len(layers)):
+                    ours, theirs, others = (batches[::KEPT] for batches in (ours, theirs, others))
                 ours, theirs = self._fit_attention(their, our, ours, theirs, others)
                 ours, theirs = self._fit_ffn(number, opened[number], their, our, ours, theirs)
                 show(number + 1, len(layers))

@@ -20,8 +20,11 @@ STRIDE, SELDOM, SLOPES = 5, 30, (0.5, 1.2)
 slopes that they may have."""
 BETAS, WARMUP = (0.9, 0.95), 20
 """AdamW's, and the steps in which the rate rises: of a layer by itself and of the whole model."""
-REFINE_RATE, REFINE_TOKENS, PASSES = 3e-3, 1024, 2
-"""Where a layer's FFN learns by itself: highest learning rate, tokens a step, passes over all tokens."""
+REFINE_RATE, REFINE_TOKENS, REFINE_STEPS = 3e-3, 1024, 512
+"""Where a layer's FFN learns by itself: highest learning rate, tokens a step, steps."""
+NEAR, FIRST_PRICE, HASTE = 0.05, 1e-4, 0.4
+"""How near its threshold a gate tells what opening it would win; what an open gate costs at first, and how fast that
+follows the share that is open."""
 
 
 def measured_reach(teacher: Any, ids: torch.Tensor, every: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -220,30 +223,73 @@ def neurons_of(mlp: Any, entered: torch.Tensor) -> torch.Tensor:
     return mlp.act_fn(mlp.gate_proj(entered)) * mlp.up_proj(entered)
 
 
+class Opening(torch.autograd.Function):
+    """``gate`` [tokens, neurons] where it is above ``threshold`` [neurons], else 0, with a slope for what opens.
+
+    FATReLU jumps at its threshold, so its slope never tells a closed gate to open. Here the jump counts as a slope of
+    1 / (2 NEAR) as far as NEAR on both sides (as for the thresholds of JumpReLU autoencoders, arXiv 2407.14435), and
+    each open gate adds ``price`` to the loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, threshold: torch.Tensor, price: float) -> torch.Tensor:
+        above = gate > threshold
+        ctx.save_for_backward(gate, threshold, above)
+        ctx.price = price
+        return gate * above
+
+    @staticmethod
+    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        gate, threshold, above = ctx.saved_tensors
+        near = (gate - threshold).abs() < NEAR
+        return outer * above + (outer * gate + ctx.price) * near / (2 * NEAR), None, None
+
+
 @torch.enable_grad()
 def refine(mlp: Any, entered: list[torch.Tensor], ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """Let all three matrices of ``mlp`` learn by gradient what brings ``ours`` nearest to ``theirs``; thresholds stay.
+    """Let all three matrices of ``mlp`` learn by gradient what brings ``ours`` nearest to ``theirs``, while as many
+    gates stay open; thresholds stay.
 
-    All are batches [rows, length, values]. Tokens come REFINE_TOKENS at a time in a random order, PASSES times, and
-    count as in fit_part; the rate is REFINE_RATE after a warm-up, then falls as a cosine.
+    All are batches [rows, length, values]. Each of REFINE_STEPS takes REFINE_TOKENS in a random order, pass after pass,
+    and they count as in fit_part; the rate is REFINE_RATE after a warm-up, then falls as a cosine. An open gate's price
+    rises while more are open than at the beginning.
     """
     scale = torch.cat([1 / their.float().norm(dim=-1).flatten() for their in theirs])[:, None]
     given = torch.cat([x.flatten(0, 1) for x in entered])
     wanted = torch.cat([(b.float() - a.float()).flatten(0, 1) for a, b in zip(ours, theirs, strict=True)]) * scale
     missing = wanted.square().sum(-1).mean()
-    weights = [part.weight for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-    optimiser = torch.optim.AdamW(weights, betas=BETAS, weight_decay=0.0, fused=True)
-    random = torch.Generator().manual_seed(0)
-    orders = [torch.randperm(len(given), generator=random).split(REFINE_TOKENS) for _ in range(PASSES)]
-    steps = [chosen.to(given.device) for order in orders for chosen in order]
-    for step, chosen in enumerate(steps):
-        left = mlp.down_proj(neurons_of(mlp, given[chosen])).float() * scale[chosen] - wanted[chosen]
+    threshold = mlp.act_fn.threshold
+    share = open_share(mlp.gate_proj(given[::STRIDE]).detach(), threshold)
+    optimiser = torch.optim.AdamW(
+        [part.weight for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)], betas=BETAS, weight_decay=0.0, fused=True
+    )
+    price = FIRST_PRICE
+    for step, chosen in enumerate(shuffled(len(given), REFINE_TOKENS, REFINE_STEPS)):
+        chosen = chosen.to(given.device)
+        gate = mlp.gate_proj(given[chosen])
+        opened = Opening.apply(gate, threshold, price / len(chosen))
+        left = mlp.down_proj(opened * mlp.up_proj(given[chosen])).float() * scale[chosen] - wanted[chosen]
         (left.square().sum(-1).mean() / missing).backward()
         for group in optimiser.param_groups:
-            group["lr"] = falling(REFINE_RATE, step, step / len(steps))
+            group["lr"] = falling(REFINE_RATE, step, step / REFINE_STEPS)
         optimiser.step()
         optimiser.zero_grad()
+        price *= math.exp(HASTE * (open_share(gate.detach(), threshold) / share - 1))
         torch.clear_autocast_cache()  # it holds the matrices as they were
+
+
+def open_share(gate: torch.Tensor, threshold: torch.Tensor) -> float:
+    """Share of ``gate`` [tokens, neurons] above ``threshold`` [neurons]."""
+    return float((gate > threshold).float().mean())
+
+
+def shuffled(count: int, size: int, batches: int) -> Iterator[torch.Tensor]:
+    """``batches`` times the numbers of up to ``size`` of ``count`` rows, in a random order, pass after pass."""
+    random = torch.Generator().manual_seed(0)
+    while batches > 0:
+        chosen = torch.randperm(count, generator=random).split(size)[:batches]
+        yield from chosen
+        batches -= len(chosen)
 
 
 def falling(rate: float, step: int, share: float) -> float:

@@ -38,10 +38,13 @@ class Texts(NamedTuple):
     held_out_chats: np.ndarray
 
     def batch(self, seed: int, step: int, rows: int) -> torch.Tensor:
-        """Ids [rows, length] of one training step, half chats and half English; a function of ``seed`` and ``step``."""
+        """Ids [rows, length] of one training step, half chats and half English; a function of ``seed`` and ``step``.
+
+        A chat comes twice only where ``rows`` asks for more than there are.
+        """
         random = np.random.default_rng((seed, step))
         length = self.chats.shape[1]
-        chats = self.chats[random.integers(len(self.chats), size=rows // 2)]
+        chats = self.chats[np.resize(random.permutation(len(self.chats)), rows // 2)]
         starts = random.integers(len(self.english) - length, size=rows - rows // 2)
         english = np.stack([self.english[start : start + length] for start in starts])
         return torch.from_numpy(np.concatenate([chats, english]).astype(np.int64))

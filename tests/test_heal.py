@@ -24,6 +24,7 @@ import healing_fit
 from heal_relu import checked_out, checked_teacher, export, heal, judge, provenance
 from healing import Healing, LogitKl, Run, perplexity
 from healing_fit import (
+    Opening,
     constant_gate,
     fit_part,
     follow,
@@ -33,6 +34,7 @@ from healing_fit import (
     open_neurons,
     read_through,
     refine,
+    shuffled,
 )  # fmt: skip
 from healing_texts import Texts, english_texts, write
 
@@ -50,6 +52,7 @@ class NoTokenizer:
 def a_small_fit(monkeypatch) -> None:
     monkeypatch.setattr(healing, "FIT_ROWS", 32)
     monkeypatch.setattr(healing, "REACH_ROWS", 8)
+    monkeypatch.setattr(healing_fit, "REFINE_STEPS", 20)
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +190,10 @@ def gated(inner: int, hidden: int, random: torch.Generator, threshold: float = 0
 
 
 def test_a_layer_learns_what_another_of_its_kind_does(monkeypatch):
-    """An FFN whose matrices are another's and noise comes nearer to the other; the threshold stays."""
+    """An FFN whose matrices are another's and noise comes nearer to the other; as many gates stay open, the threshold
+    stays."""
     monkeypatch.setattr(healing_fit, "REFINE_TOKENS", 128)
+    monkeypatch.setattr(healing_fit, "REFINE_STEPS", 200)
     random = torch.Generator().manual_seed(12)
     teacher = gated(24, 8, random)
     student = gated(24, 8, random)
@@ -204,11 +209,37 @@ def test_a_layer_learns_what_another_of_its_kind_does(monkeypatch):
             written = [student.down_proj(neurons_of(student, x)) for x in entered]
         return float((torch.cat(theirs) - torch.cat(ours) - torch.cat(written)).norm())
 
-    before = left()
+    def opened() -> float:
+        with torch.no_grad():
+            return float((student.gate_proj(torch.cat(entered)) > student.act_fn.threshold).float().mean())
+
+    before, share = left(), opened()
     refine(student, entered, ours, theirs)
     assert left() < 0.6 * before
+    assert opened() == pytest.approx(share, rel=0.03)
     assert torch.equal(student.act_fn.threshold, teacher.act_fn.threshold)
     assert all(weight.grad is None for weight in student.parameters())
+
+
+def test_a_gate_near_its_threshold_tells_what_opening_it_would_win():
+    """Its slope is what it passes on and, near the threshold, the step's height over the width, by hand."""
+    near, price = healing_fit.NEAR, 0.25
+    threshold = torch.tensor([0.5, 0.5, 0.5, 0.5])
+    gate = torch.tensor([[0.9, 0.5 + 0.9 * near, 0.5 - 0.9 * near, 0.5 - 1.1 * near]], requires_grad=True)
+    passed = Opening.apply(gate, threshold, price)
+    assert torch.equal(passed, gate * (gate > threshold))
+    outer = torch.tensor([[2.0, -3.0, 5.0, 7.0]])
+    passed.backward(outer)
+    edge = (outer * gate + price)[0].detach() / (2 * near)
+    assert torch.allclose(gate.grad[0], torch.stack([outer[0, 0], outer[0, 1] + edge[1], edge[2], torch.tensor(0.0)]))
+
+
+def test_tokens_come_pass_after_pass():
+    """Each pass has every token once, the last one is cut where the steps end."""
+    batches = list(shuffled(10, 4, 5))
+    assert [len(chosen) for chosen in batches] == [4, 4, 2, 4, 4]
+    assert torch.cat(batches[:3]).sort().values.tolist() == list(range(10))
+    assert len(set(torch.cat(batches[3:]).tolist())) == 8
 
 
 def test_gates_follow_silu_where_they_are_open():
@@ -280,6 +311,17 @@ def test_it_begins_sparse_and_near_its_teacher(source, texts):
     fitted = distances()
     assert all(after < 0.95 * before for after, before in zip(fitted, silenced, strict=True))
     assert float(student.sparsity().mean()) == pytest.approx(0.8, abs=0.05)
+
+
+def test_the_first_layers_are_fitted_on_all_sequences_and_the_rest_on_some(source, texts, monkeypatch):
+    """As many tokens as WIDE_UNTIL and KEPT say come into each layer's FFN."""
+    seen = []
+    monkeypatch.setattr(healing, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(healing, "WIDE_UNTIL", 0.5)
+    monkeypatch.setattr(healing, "refine", lambda mlp, entered, *residuals: seen.append(sum(map(len, entered))))
+    run, ids = begin(source, texts), torch.from_numpy(texts.chats)
+    run.student.begin(run.teacher, ids, 0.8)
+    assert seen == [20] * (len(seen) // 2) + [8] * (len(seen) // 2)
 
 
 def test_training_lowers_the_loss_and_reaches_the_sparsity(source, texts, monkeypatch):
@@ -465,6 +507,7 @@ def test_a_batch_is_half_chats_and_depends_on_its_step_alone(texts):
     assert not torch.equal(batch, texts.batch(3, 8, 4))
     chats = {tuple(row) for row in texts.chats.tolist()}
     assert [tuple(row) in chats for row in batch.tolist()] == [True, True, False, False]
+    assert len({tuple(row) for row in texts.batch(3, 7, 40)[:20].tolist()}) == len(chats)
 
 
 def pack(file: Path, members: dict[str, str]) -> None:
