@@ -139,6 +139,17 @@ def checked_out(directory: Path) -> Path:
     return directory
 
 
+def made_work(directory: Path) -> Path:
+    """``directory``, made where missing; raises InputError where it cannot be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{directory} cannot hold texts and checkpoint ({error.strerror}); choose another place with --work"
+        ) from None
+    return directory
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep large blocks that were freed: having fresh ones mapped in takes a tenth of a step on a CPU."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -180,8 +191,7 @@ def main(
 
     source = checked_teacher(teacher, device)
     out = checked_out(out or cache_directory() / "models" / f"{source.name}-relu")
-    work = work or cache_directory() / "healing" / source.name
-    work.mkdir(parents=True, exist_ok=True)
+    work = made_work(work or cache_directory() / "healing" / source.name)
     keep_freed_memory()
     if threads:
         torch.set_num_threads(threads)

@@ -28,6 +28,7 @@ from healing_fit import (
     open_neurons,
     read_through,
     refine,
+    written,
 )  # fmt: skip
 from healing_texts import Texts
 
@@ -151,7 +152,8 @@ class Student:
         read_through([attention.q_proj, attention.k_proj, attention.v_proj], *reads)
         given = inputs_of(attention.o_proj, our, ours, others)
         theirs = [attended(their, *call) for call in zip(theirs, others, strict=True)]
-        return fit_part(attention.o_proj, given, ours, theirs), theirs
+        fit_part(attention.o_proj, given, ours, theirs)
+        return written(attention.o_proj, given, ours), theirs
 
     def _fit_ffn(self, number: int, opened: int, their: Any, our: Any, ours: States, theirs: States) -> Pair:
         """The residuals after the FFN: its reads are fitted, gates follow the teacher's activation where they are open,
@@ -169,7 +171,9 @@ class Student:
             self.set_threshold(self.threshold)
         fit_part(mlp.down_proj, [neurons_of(mlp, x) for x in entered], ours, theirs)
         refine(mlp, entered, ours, theirs)
-        return fit_part(mlp.down_proj, [neurons_of(mlp, x) for x in entered], ours, theirs), theirs
+        active = [neurons_of(mlp, x) for x in entered]
+        fit_part(mlp.down_proj, active, ours, theirs)
+        return written(mlp.down_proj, active, ours), theirs
 
 
 class LogitKl(torch.autograd.Function):

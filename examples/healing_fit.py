@@ -16,8 +16,8 @@ BLOCK = 512
 FARTHEST = 16
 """How often a measured reach may be the median's, or the median it; an open neuron's."""
 STRIDE, SELDOM, SLOPES = 5, 30, (0.5, 1.2)
-"""One token in so many gives its gates to the lines that follow SiLU; a gate that is open less often gets none; the
-slopes that they may have."""
+"""One token in so many gives its gates to the lines that follow SiLU, and tells the share that is open before a layer
+learns; a gate that is open less often gets no line; the slopes that lines may have."""
 BETAS, WARMUP = (0.9, 0.95), 20
 """AdamW's, and the steps in which the rate rises: of a layer by itself and of the whole model."""
 REFINE_RATE, REFINE_TOKENS, REFINE_STEPS = 3e-3, 1024, 512
@@ -104,9 +104,8 @@ def read_through(parts: list[torch.nn.Linear], ours: list[torch.Tensor], theirs:
 
 def fit_part(
     part: torch.nn.Linear, inputs: list[torch.Tensor], ours: list[torch.Tensor], theirs: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Give ``part`` the weights whose product with its ``inputs`` brings ``ours`` nearest to ``theirs``; returns
-    ``ours`` and that product.
+) -> None:
+    """Give ``part`` the weights whose product with its ``inputs`` brings ``ours`` nearest to ``theirs``.
 
     All are batches [rows, length, values]. It is ridge regression: a token counts by 1 / the squared norm of the
     teacher's residual, as the next normalisation sees it, and RIDGE x the mean square of an input keeps the weights
@@ -118,6 +117,10 @@ def fit_part(
         squares.diagonal().add_(RIDGE * squares.diagonal().mean())
         part.weight += torch.linalg.solve(squares, missing).T
     torch.clear_autocast_cache()  # it holds the matrix as it was
+
+
+def written(part: torch.nn.Linear, inputs: list[torch.Tensor], ours: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``ours`` and what ``part`` makes of its ``inputs``, batches [rows, length, values]."""
     return [our + part(given) for given, our in zip(inputs, ours, strict=True)]
 
 
@@ -266,9 +269,10 @@ def refine(mlp: Any, entered: list[torch.Tensor], ours: list[torch.Tensor], thei
     price = FIRST_PRICE
     for step, chosen in enumerate(shuffled(len(given), REFINE_TOKENS, REFINE_STEPS)):
         chosen = chosen.to(given.device)
-        gate = mlp.gate_proj(given[chosen])
+        x = given[chosen]
+        gate = mlp.gate_proj(x)
         opened = Opening.apply(gate, threshold, price / len(chosen))
-        left = mlp.down_proj(opened * mlp.up_proj(given[chosen])).float() * scale[chosen] - wanted[chosen]
+        left = mlp.down_proj(opened * mlp.up_proj(x)).float() * scale[chosen] - wanted[chosen]
         (left.square().sum(-1).mean() / missing).backward()
         for group in optimiser.param_groups:
             group["lr"] = falling(REFINE_RATE, step, step / REFINE_STEPS)

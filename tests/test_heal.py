@@ -5,6 +5,7 @@ The gradient is compared with torch's own KL divergence, the exported model with
 
 import io
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import healing
 import healing_fit
-from heal_relu import checked_out, checked_teacher, export, heal, judge, provenance
+from heal_relu import checked_out, checked_teacher, export, heal, judge, made_work, provenance
 from healing import Healing, LogitKl, Run, perplexity
 from healing_fit import (
     Opening,
@@ -35,6 +36,7 @@ from healing_fit import (
     read_through,
     refine,
     shuffled,
+    written,
 )  # fmt: skip
 from healing_texts import Texts, english_texts, write
 
@@ -141,7 +143,8 @@ def test_a_fitted_matrix_is_the_ridge_regression_of_what_is_missing():
     given, ours, theirs = ([torch.randn(3, 40, n, generator=random) * n for _ in range(2)] for n in (12, 5, 5))
     part = torch.nn.Linear(12, 5, bias=False).requires_grad_(False)
     before = part.weight.double().numpy().copy()
-    moved = fit_part(part, given, ours, theirs)
+    fit_part(part, given, ours, theirs)
+    moved = written(part, given, ours)
     rows, have, want = (torch.cat(part).flatten(0, 1).double().numpy() for part in (given, ours, theirs))
     scale = np.linalg.norm(want, axis=1, keepdims=True)
     squares = (rows / scale).T @ (rows / scale)
@@ -314,7 +317,7 @@ def test_it_begins_sparse_and_near_its_teacher(source, texts):
 
 
 def test_the_first_layers_are_fitted_on_all_sequences_and_the_rest_on_some(source, texts, monkeypatch):
-    """As many tokens as WIDE_UNTIL and KEPT say come into each layer's FFN."""
+    """As many sequences as WIDE_UNTIL and KEPT say come into each layer's FFN."""
     seen = []
     monkeypatch.setattr(healing, "ROWS_AT_ONCE", 4)
     monkeypatch.setattr(healing, "WIDE_UNTIL", 0.5)
@@ -455,6 +458,14 @@ def test_nothing_but_a_healed_model_is_replaced(source, tmp_path):
     for name in ("source.json", "modeling_fatrelu.py"):
         (mine / name).touch()
     assert checked_out(mine) == mine
+
+
+def test_texts_and_checkpoint_need_a_directory(tmp_path):
+    assert made_work(tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").touch()
+    expected = f"{tmp_path / 'file'} cannot hold texts and checkpoint (File exists); choose another place with --work"
+    with pytest.raises(InputError, match=f"^{re.escape(expected)}$"):
+        made_work(tmp_path / "file")
 
 
 def test_a_teacher_that_cannot_be_healed_is_refused(source, tiny_models, monkeypatch):
