@@ -61,7 +61,7 @@ def heal(healing: Healing, steps: int, minutes: float, save: Any, save_every: fl
 def judge(healing: Healing) -> dict[str, Any]:
     """Perplexity of teacher and student on the held-out rows, and the student's sparsity there by layer."""
     texts, student = healing.texts, healing.student
-    kinds = {"text": texts.held_out_english, "chat": texts.held_out_chats}
+    kinds = {"text": texts.held_out_english, "chat": texts.held_out_chats, "free": texts.held_out_free}
     rows = {kind: torch.from_numpy(ids).long() for kind, ids in kinds.items()}
     with torch.inference_mode(), autocast(healing.teacher):
         student.model.model(torch.cat([rows["text"][::2], rows["chat"][::2]]).to(healing.teacher.device))
@@ -178,9 +178,10 @@ def main(
     sparsity: Annotated[float, typer.Option(min=0.5, max=0.98, help="share of gates below the threshold")] = 0.8,
     steps: Annotated[int, typer.Option(min=1, help="training steps")] = 1400,
     minutes: Annotated[float, typer.Option(min=0.1, help="the most minutes that the steps may take")] = 42,
-    rows: Annotated[int, typer.Option(min=2, help="sequences a step, half of them chats")] = 8,
+    rows: Annotated[int, typer.Option(min=2, help="sequences a step, three eighths of them chats")] = 8,
     length: Annotated[int, typer.Option(min=64, help="tokens a sequence")] = 256,
     chats: Annotated[int, typer.Option(min=1, help="batches of 96 chats that the teacher writes")] = 20,
+    free: Annotated[int, typer.Option(min=1, help="batches of 96 other texts that it writes")] = 8,
     save_every: Annotated[float, typer.Option(min=0.1, help="minutes between checkpoints")] = 15,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: as torch chooses")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -199,13 +200,15 @@ def main(
     eager = {"attn_implementation": "eager"}  # faster on a CPU: writing one token at a time twice, a step by a tenth
     silu: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, **eager)
     silu.to(device).eval().requires_grad_(False)
-    healing = Healing(silu, gather(work, silu, tokenizer, length, chats), sparsity, rows, seed)
+    healing = Healing(silu, gather(work, silu, tokenizer, length, chats, free), sparsity, rows, seed)
     checkpoint = work / "checkpoint.pt"
     if checkpoint.is_file():
         healing.resume(checkpoint)
-        say(f"going on from step {healing.run.step}")
+        say(f"going on from step {healing.run.step}, {healing.run.fitted} layers fitted")
     else:
         healing.run.teacher = provenance(source)
+
+    healing.begin(lambda: healing.save(checkpoint))
 
     def save() -> None:
         healing.save(checkpoint)

