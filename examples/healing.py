@@ -53,6 +53,8 @@ SAMPLED_ROWS = 61
 """One token in so many gives its gates to find the threshold (a prime: no fixed position)."""
 HEAD_ROWS = 256
 """Tokens whose logits are in memory at a time."""
+RECIPE = 8
+"""Raised with any change after which a checkpoint could not be gone on with."""
 
 
 States = list[torch.Tensor]
@@ -288,10 +290,25 @@ class Healing:
         now = self.student.threshold
         self.student.set_threshold(now + PULL * (self.student.threshold_for(self.sparsity) - now))
 
+    def settings(self) -> dict[str, Any]:
+        """What a training may not change on its way."""
+        texts = self.texts
+        return {
+            "recipe": RECIPE,
+            "seed": self.seed,
+            "sparsity": self.sparsity,
+            "rows a step": self.rows,
+            "tokens a row": texts.chats.shape[1],
+            "rows of chats": len(texts.chats),
+            "rows written freely": len(texts.free),
+            "tokens of English": len(texts.english),
+        }
+
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, except the texts and the teacher."""
         return {
             "run": vars(self.run),
+            "settings": self.settings(),
             "threshold": self.student.threshold,
             "reach": self.student.reach,
             "weights": [weight.detach() for weight in self.student.weights()],
@@ -307,7 +324,7 @@ class Healing:
         Path(stream.name).replace(file)
 
     def resume(self, file: Path) -> None:
-        """Go on from ``file``; raises InputError where it is of another recipe or model."""
+        """Go on from ``file``; raises InputError where it is of another recipe, model or settings."""
         own = self.state()
         try:
             state = torch.load(file, map_location=self.teacher.device)
@@ -317,6 +334,12 @@ class Healing:
             raise InputError(
                 f"{file} is of another recipe or model; remove it to begin anew, or choose another place with --work"
             )
+        for name, value in own["settings"].items():
+            if state["settings"].get(name) != value:
+                raise InputError(
+                    f"{file} was made with {name} {state['settings'].get(name)}, this training has {value}; set it as "
+                    "it was, remove the file to begin anew, or choose another place with --work"
+                )
         self.run = Run(**state["run"])
         with torch.no_grad():
             for weight, saved in zip(self.student.weights(), state["weights"], strict=True):

