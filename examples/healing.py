@@ -238,14 +238,11 @@ class Healing:
         self.teacher, self.texts = teacher, texts
         self.sparsity, self.rows, self.seed = sparsity, rows, seed
         self.student, self.run = Student(teacher), Run()
-        self.optimiser = self._optimiser()
-
-    def _optimiser(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self.student.weights(), betas=BETAS, weight_decay=0.0, fused=True)
+        self.optimiser = torch.optim.AdamW(self.student.weights(), betas=BETAS, weight_decay=0.0, fused=True)
 
     def begin(self, keep: Callable[[], None] = lambda: None) -> None:
         """All that comes before the first step, if it has not: the fit, layer by layer; ``keep`` after each."""
-        if self.run.step or self.run.fitted == len(self.student.mlps):
+        if self.run.fitted == len(self.student.mlps):
             return
 
         def done(layers: int) -> None:

@@ -108,7 +108,7 @@ def test_a_layer_learns_on_all_sequences_and_regressions_sum_some(teacher_direct
 
 def test_training_lowers_the_loss_and_reaches_the_sparsity(teacher_directory, texts, monkeypatch):
     """By its steps alone: the first fit, which leaves a random model nothing to learn, is left out."""
-    monkeypatch.setattr(healing.Student, "fit", lambda *given: None)
+    monkeypatch.setattr(healing.Student, "fit", lambda student, *given: given[-1](len(student.mlps)))
     told = train(begin(teacher_directory, texts), 80, whole=80)
     monkeypatch.setattr(healing, "RATE", 0.0)
     untrained = train(begin(teacher_directory, texts), 80, whole=80)
