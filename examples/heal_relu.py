@@ -14,36 +14,48 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
-from healing import Healing, autocast, perplexity
+from healing import Healing, autocast, losses
 from healing_texts import gather
 
 from dinfer.compiled import cache_directory
 from dinfer.errors import InputError
+from dinfer.exec.quality import resampled, with_interval
 from dinfer.families import open_checkpoint
 from dinfer.record.fetch import resolve_model
 
 MODELING = Path(__file__).with_name("modeling_fatrelu.py")
+
+JUDGED = 4
+"""Until the end one held-out row in so many is judged: all of them take minutes."""
+SPARSITY_ROWS = 16
+"""Rows of a kind, about, that tell the sparsity of each layer."""
 
 README = """# {name}
 
 {title} whose FFN activation is FATReLU (a gate counts where it is above {threshold:.4f}) instead of SiLU, healed by
 distillation from it with dinfer's examples/heal_relu.py: {steps} steps. Licence {licence}, as the teacher.
 
-Held-out perplexity, text and chat: teacher {teacher[text]:.1f} and {teacher[chat]:.2f}, this model {healed[text]:.1f}
-and {healed[chat]:.2f}; {sparsity:.1%} of its gates are below the threshold there.
+Held-out perplexity: text {healed[text]:.1f}, {ratio[text][0]:.3f} ({ratio[text][1]:.3f} to {ratio[text][2]:.3f}) of the
+teacher's, chat {healed[chat]:.2f}, {ratio[chat][0]:.3f} ({ratio[chat][1]:.3f} to {ratio[chat][2]:.3f}), with 95%
+intervals; {sparsity:.1%} of its gates are below the threshold there.
 
 dinfer takes the directory as it is. transformers has no FATReLU: AutoModelForCausalLM.from_pretrained needs
 trust_remote_code=True, which runs modeling_fatrelu.py.
 """
 
 
-def heal(healing: Healing, steps: int, minutes: float, save: Any, save_every: float, status: Path) -> None:
-    """Step until ``steps`` steps or their ``minutes`` are over; ``save`` at the end and now and then."""
+def heal(
+    healing: Healing, steps: int, minutes: float, save: Callable[[int], None], save_every: float, status: Path
+) -> None:
+    """Step until ``steps`` steps or their ``minutes`` are over; ``save`` now and then, judged on one held-out row in
+    JUDGED, and at the end, judged on all."""
     saved = time.monotonic()
     while (share := max(healing.run.step / steps, healing.run.seconds / 60 / minutes)) < 1:
         told = healing.step(share)
@@ -53,28 +65,38 @@ def heal(healing: Healing, steps: int, minutes: float, save: Any, save_every: fl
         if healing.run.step % 10 == 0:
             say(line)
         if time.monotonic() - saved > 60 * save_every:
-            save()
+            save(JUDGED)
             saved = time.monotonic()
-    save()
+    save(1)
 
 
-def judge(healing: Healing) -> dict[str, Any]:
-    """Perplexity of teacher and student on the held-out rows, and the student's sparsity there by layer."""
+def judge(healing: Healing, every: int) -> dict[str, Any]:
+    """Perplexity of teacher and student on one held-out row in ``every``, their ratio with its 95% interval (bootstrap
+    over rows, paired), and the student's sparsity by layer on some of them."""
     texts, student = healing.texts, healing.student
     kinds = {"text": texts.held_out_english, "chat": texts.held_out_chats, "free": texts.held_out_free}
-    rows = {kind: torch.from_numpy(ids).long() for kind, ids in kinds.items()}
+    rows = {kind: torch.from_numpy(ids[::every]).long() for kind, ids in kinds.items()}
+    models = healing.teacher, student.model
+    their, our = ({kind: losses(model, ids) for kind, ids in rows.items()} for model in models)
     with torch.inference_mode(), autocast(healing.teacher):
-        student.model.model(torch.cat([rows["text"][::2], rows["chat"][::2]]).to(healing.teacher.device))
+        some = [rows[kind][:: max(1, len(rows[kind]) // SPARSITY_ROWS)] for kind in ("text", "chat")]
+        student.model.model(torch.cat(some).to(healing.teacher.device))
     by_layer = student.sparsity()
     return {
         "steps": healing.run.step,
-        "teacher": {kind: perplexity(healing.teacher, ids) for kind, ids in rows.items()},
-        "healed": {kind: perplexity(student.model, ids) for kind, ids in rows.items()},
-        "tokens": {kind: ids.numel() - len(ids) for kind, ids in rows.items()},
+        "teacher": {kind: float(np.exp(loss.mean())) for kind, loss in their.items()},
+        "healed": {kind: float(np.exp(loss.mean())) for kind, loss in our.items()},
+        "ratio": {kind: ratio(our[kind], their[kind]) for kind in kinds},
+        "tokens": {kind: loss.size for kind, loss in our.items()},
         "threshold": student.threshold,
         "sparsity": float(by_layer.mean()),
         "sparsity_of_layers": [round(float(x), 4) for x in by_layer],
     }
+
+
+def ratio(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
+    """The perplexity ratio of losses [rows, tokens], and the ends of its 95% interval."""
+    return np.exp(with_interval(ours - theirs, resampled(len(ours)))).tolist()
 
 
 def export(healing: Healing, source: Path, tokenizer: Any, directory: Path, figures: dict[str, Any]) -> None:
@@ -178,7 +200,7 @@ def main(
     sparsity: Annotated[float, typer.Option(min=0.5, max=0.98, help="share of gates below the threshold")] = 0.8,
     steps: Annotated[int, typer.Option(min=1, help="training steps")] = 1400,
     minutes: Annotated[float, typer.Option(min=0.1, help="the most minutes that the steps may take")] = 55,
-    rows: Annotated[int, typer.Option(min=2, help="sequences a step, three eighths of them chats")] = 8,
+    rows: Annotated[int, typer.Option(min=2, help="sequences a step, half of them chats")] = 8,
     length: Annotated[int, typer.Option(min=64, help="tokens a sequence")] = 256,
     chats: Annotated[int, typer.Option(min=1, help="batches of 96 chats that the teacher writes")] = 20,
     free: Annotated[int, typer.Option(min=1, help="batches of 96 other texts that it writes")] = 8,
@@ -210,9 +232,9 @@ def main(
 
     healing.begin(lambda: healing.save(checkpoint))
 
-    def save() -> None:
+    def save(every: int) -> None:
         healing.save(checkpoint)
-        figures = judge(healing)
+        figures = judge(healing, every)
         export(healing, source, tokenizer, out, figures)
         say(f"saved {out}: {figures}")
 

@@ -1,7 +1,6 @@
 """A FATReLU student of a SiLU teacher: its thresholds, and one training of it that can be resumed."""
 
 import copy
-import math
 import os
 import pickle
 import tempfile
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from healing_fit import (
@@ -31,7 +31,7 @@ from healing_fit import (
     refine,
     written,
 )  # fmt: skip
-from healing_texts import Texts
+from healing_texts import FITTED, STEPPED, Texts
 
 from dinfer.errors import InputError
 from dinfer.report import progress
@@ -53,7 +53,7 @@ SAMPLED_ROWS = 61
 """One token in so many gives its gates to find the threshold (a prime: no fixed position)."""
 HEAD_ROWS = 256
 """Tokens whose logits are in memory at a time."""
-RECIPE = 8
+RECIPE = 9
 """Raised with any change after which a checkpoint could not be gone on with."""
 
 
@@ -249,7 +249,7 @@ class Healing:
             self.run.fitted = layers
             keep()
 
-        ids = self.texts.batch(self.seed, 2**31, FIT_ROWS).to(self.teacher.device)
+        ids = self.texts.batch(self.seed, 2**31, FIT_ROWS, FITTED).to(self.teacher.device)
         if not self.run.fitted:
             self.student.silence(self.teacher, ids, self.sparsity)
         self.student.fit(self.teacher, ids, self.student.opened(self.sparsity), self.run.fitted, done)
@@ -258,7 +258,7 @@ class Healing:
         """The next step, at ``share`` (0 to 1) of the training; what it measured."""
         self.begin()
         begun = time.perf_counter()
-        ids = self.texts.batch(self.seed, self.run.step, self.rows).to(self.teacher.device)
+        ids = self.texts.batch(self.seed, self.run.step, self.rows, STEPPED).to(self.teacher.device)
         loss = self._loss(ids)
         norm = torch.nn.utils.clip_grad_norm_(self.student.weights(), CLIP)
         rate = falling(RATE, self.run.step, share)
@@ -352,12 +352,13 @@ def autocast(model: Any) -> Any:
 
 
 @torch.inference_mode()
-def perplexity(model: Any, ids: torch.Tensor) -> float:
-    """exp of the mean negative log likelihood of every token but the first of each row of ``ids``."""
-    total = 0.0
+def losses(model: Any, ids: torch.Tensor) -> np.ndarray:
+    """Negative log likelihood in nats of each row's tokens but its first, float64 [rows, length - 1]."""
+    found = []
     for rows in ids.split(4):
         rows = rows.to(model.device)
         with autocast(model):
-            logits = model(rows).logits
-        total += float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum"))
-    return math.exp(total / (ids.numel() - len(ids)))
+            logits = model(rows).logits[:, :-1].flatten(0, 1).float()
+        loss = F.cross_entropy(logits, rows[:, 1:].flatten(), reduction="none")
+        found.append(loss.reshape(len(rows), -1).double().cpu())
+    return torch.cat(found).numpy()

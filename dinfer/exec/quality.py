@@ -54,11 +54,10 @@ class Quality:
         Perplexity, its ratio to the dense one and the divergence: percentile bootstrap over blocks, the ratio from
         paired differences of the same blocks. Agreement: Wilson's interval, which takes tokens as independent.
         """
-        blocks = len(self.loss)
-        drawn = np.random.default_rng(seed).integers(0, blocks, (RESAMPLES, blocks))
-        perplexity = np.exp(_with_interval(self.loss, drawn))
-        ratio = np.exp(_with_interval(self.loss - self.dense_loss, drawn))
-        kl = _with_interval(self.divergence, drawn)
+        drawn = resampled(len(self.loss), seed)
+        perplexity = np.exp(with_interval(self.loss, drawn))
+        ratio = np.exp(with_interval(self.loss - self.dense_loss, drawn))
+        kl = with_interval(self.divergence, drawn)
         agreement = wilson(int(self.agrees.sum()), self.agrees.size)
         figures = {"perplexity": perplexity, "ratio": ratio, "agreement": agreement, "divergence": kl}
         row: dict[str, Any] = {"way": self.way, "computed_share": self.computed_share, "tokens": self.loss.size}
@@ -67,8 +66,13 @@ class Quality:
         return row
 
 
-def _with_interval(values: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    """Mean, 2.5th and 97.5th percentile of the mean over resampled blocks."""
+def resampled(blocks: int, seed: int = 0) -> np.ndarray:
+    """int64 [RESAMPLES, blocks]: which blocks each bootstrap sample draws."""
+    return np.random.default_rng(seed).integers(0, blocks, (RESAMPLES, blocks))
+
+
+def with_interval(values: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    """Mean of ``values`` [block, token], its 2.5th and 97.5th percentile over the blocks ``drawn`` [sample, block]."""
     means = values.mean(axis=1)
     return np.array([means.mean(), *np.percentile(means[drawn].mean(axis=1), [2.5, 97.5])])
 
