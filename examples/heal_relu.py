@@ -199,7 +199,7 @@ def main(
     work: Annotated[Path | None, typer.Option(help="texts and checkpoint; default: in the cache")] = None,
     sparsity: Annotated[float, typer.Option(min=0.5, max=0.98, help="share of gates below the threshold")] = 0.8,
     steps: Annotated[int, typer.Option(min=1, help="training steps")] = 1400,
-    minutes: Annotated[float, typer.Option(min=0.1, help="the most minutes that the steps may take")] = 55,
+    minutes: Annotated[float, typer.Option(min=0.1, help="the most minutes that the steps may take")] = 160,
     rows: Annotated[int, typer.Option(min=2, help="sequences a step, half of them chats")] = 8,
     length: Annotated[int, typer.Option(min=64, help="tokens a sequence")] = 256,
     chats: Annotated[int, typer.Option(min=1, help="batches of 96 chats that the teacher writes")] = 20,
