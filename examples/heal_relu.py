@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from healing import Healing, autocast, losses
+from healing import Healing, autocast, dtype_of_products, losses
 from healing_texts import gather
 
 from dinfer.compiled import cache_directory
@@ -220,7 +220,8 @@ def main(
         torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(source)
     eager = {"attn_implementation": "eager"}  # faster on a CPU: writing one token at a time twice, a step by a tenth
-    silu: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, **eager)
+    dtype = dtype_of_products(torch.device(device))
+    silu: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **eager)
     silu.to(device).eval().requires_grad_(False)
     healing = Healing(silu, gather(work, silu, tokenizer, length, chats, free), sparsity, rows, seed)
     checkpoint = work / "checkpoint.pt"

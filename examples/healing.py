@@ -34,6 +34,7 @@ from healing_fit import (
 from healing_texts import FITTED, STEPPED, Texts
 
 from dinfer.errors import InputError
+from dinfer.families.products import in_hardware
 from dinfer.report import progress
 
 RATE, CLIP = 1e-4, 1.0
@@ -346,9 +347,15 @@ class Healing:
         self.optimiser.load_state_dict(state["optimiser"])
 
 
+def dtype_of_products(device: torch.device) -> torch.dtype:
+    """bfloat16, or float32 where ``device`` has no instructions for its products: they take 100 times longer."""
+    return torch.bfloat16 if in_hardware(device.type, torch.bfloat16) else torch.float32
+
+
 def autocast(model: Any) -> Any:
-    """bfloat16 matrix products on ``model``'s device."""
-    return torch.autocast(model.device.type, dtype=torch.bfloat16)
+    """Matrix products on ``model``'s device in ``dtype_of_products``."""
+    dtype = dtype_of_products(model.device)
+    return torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
 @torch.inference_mode()

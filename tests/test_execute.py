@@ -296,7 +296,8 @@ def test_a_replay_with_running_costs_decides_as_the_simulator_told_of_them(tiny_
     run = execute(plan, tiny_models["llama-relu"], replay=relu_trace, device="cpu", costs="running")
     told = simulate(plan, relu_trace, believed=run.timeline.believed)
     assert run.same_decisions(told)
-    assert not told.same_decisions(simulate(plan, relu_trace))  # this test machine is far from what the plan believes
+    slow_link = np.array([[0, 1.0, 1.0, 1.0, 1e5]])
+    assert not simulate(plan, relu_trace, believed=slow_link).same_decisions(simulate(plan, relu_trace))
 
 
 def test_the_estimate_forgets_what_was():

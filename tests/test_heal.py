@@ -39,7 +39,8 @@ def a_small_fit(monkeypatch) -> None:
 
 
 def begin(teacher_directory: Path, texts: Texts, sparsity: float = 0.8) -> Healing:
-    teacher = AutoModelForCausalLM.from_pretrained(teacher_directory, dtype=torch.bfloat16).requires_grad_(False)
+    dtype = healing.dtype_of_products(torch.device("cpu"))
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_directory, dtype=dtype).requires_grad_(False)
     run = Healing(teacher, texts, sparsity, 4, seed=3)
     run.run.teacher = {"title": "Tiny", "licence": "MIT"}
     return run

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
+from dinfer.families.products import linear, product
 from dinfer.families.quantise import dequantise
 from dinfer.model import ModelSpec
 
@@ -49,7 +50,7 @@ def ffn(
     values = neuron_values(rows, x, spec, up_bias, gate_threshold, threshold if relu else 0.0)
     if not relu and (isinstance(threshold, torch.Tensor) or threshold > 0):
         values = values.masked_fill(values.abs() <= threshold, 0)
-    return values @ rows[:, -1], values
+    return product(values, rows[:, -1]), values
 
 
 def _quantised_ffn(
@@ -83,13 +84,13 @@ def neuron_values(
     raised: float | torch.Tensor = 0.0,
 ) -> torch.Tensor:
     """What each neuron multiplies its down row by: [tokens, neuron]."""
-    gate = F.linear(x, rows[:, 0], up_bias)
+    gate = linear(x, rows[:, 0], up_bias)
     active = activate(gate, spec, raised)
     if gate_threshold is not None:
         active = active.masked_fill(active.abs() <= gate_threshold, 0)
     if not spec.gated:
         return active
-    up = F.linear(x, rows[:, 1])
+    up = linear(x, rows[:, 1])
     return active * (F.relu(up) if spec.activation == "drelu" else up)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dinfer.errors import InputError
+from dinfer.families.products import linear
 
 if TYPE_CHECKING:
     from dinfer.families import Checkpoint, Neurons, Stacked
@@ -127,7 +128,7 @@ def attention(
     tokens = hidden.shape[0] // len(starts)
     cos, sin = at_positions(model.cos, starts, tokens), at_positions(model.sin, starts, tokens)
     mixed = attend_each(*_projected(model, layer, hidden, cos, sin), caches, starts, _window(model, layer))
-    return hidden + F.linear(mixed, model.layers[layer].o)
+    return hidden + linear(mixed, model.layers[layer].o)
 
 
 def attention_at(
@@ -140,7 +141,7 @@ def attention_at(
     cos, sin = model.cos.index_select(0, position), model.sin.index_select(0, position)
     window = _window(model, layer)
     mixed = attend_at(*_projected(model, layer, hidden, cos, sin), cache, position, length, window)
-    return hidden + F.linear(mixed, model.layers[layer].o)
+    return hidden + linear(mixed, model.layers[layer].o)
 
 
 def _window(model: Dense, layer: int) -> int:
@@ -152,7 +153,7 @@ def _projected(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [heads, rows, head_dim], keys and values [kv_heads, rows, head_dim], turned by ``cos`` and ``sin``."""
     spec, weights = model.spec, model.layers[layer]
-    qkv = F.linear(F.rms_norm(hidden, (spec.hidden,), weights.attention_norm, model.epsilon), weights.qkv)
+    qkv = linear(F.rms_norm(hidden, (spec.hidden,), weights.attention_norm, model.epsilon), weights.qkv)
     qkv = qkv.view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim).transpose(0, 1)
     rotated = spec.heads + spec.kv_heads
     qk = _rotate(qkv[:rotated], cos, sin)
@@ -166,7 +167,7 @@ def ffn_input(model: Dense, layer: int, hidden: torch.Tensor) -> torch.Tensor:
 
 def head(model: Dense, hidden: torch.Tensor) -> torch.Tensor:
     """Logits [tokens, vocab]."""
-    return F.linear(F.rms_norm(hidden, (model.spec.hidden,), model.norm, model.epsilon), model.head)
+    return linear(F.rms_norm(hidden, (model.spec.hidden,), model.norm, model.epsilon), model.head)
 
 
 def at_positions(table: torch.Tensor, starts: Sequence[int], tokens: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from dinfer.errors import InputError
 from dinfer.families.llama import at_positions, attend_at, attend_each
+from dinfer.families.products import linear
 
 if TYPE_CHECKING:
     from dinfer.families import Checkpoint, Neurons, Stacked
@@ -149,7 +150,7 @@ def attention(
     each sequence's cache is [2, heads, context, head_dim].
     """
     mixed = attend_each(*_projected(model, layer, hidden), caches, starts)
-    return hidden + F.linear(mixed, *model.layers[layer].o)
+    return hidden + linear(mixed, *model.layers[layer].o)
 
 
 def attention_at(
@@ -160,7 +161,7 @@ def attention_at(
     ``hidden`` is [1, hidden]; ``length`` positions of the cache are read, more than ``position``.
     """
     mixed = attend_at(*_projected(model, layer, hidden), cache, position, length)
-    return hidden + F.linear(mixed, *model.layers[layer].o)
+    return hidden + linear(mixed, *model.layers[layer].o)
 
 
 def _projected(
@@ -168,7 +169,7 @@ def _projected(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values, [heads, rows, head_dim] each."""
     spec, weights = model.spec, model.layers[layer]
-    qkv = F.linear(F.layer_norm(hidden, (spec.hidden,), *weights.attention_norm), *weights.qkv)
+    qkv = linear(F.layer_norm(hidden, (spec.hidden,), *weights.attention_norm), *weights.qkv)
     q, k, v = qkv.view(-1, 3, spec.heads, spec.head_dim).permute(1, 2, 0, 3)
     return q, k, v
 
@@ -180,7 +181,7 @@ def ffn_input(model: Dense, layer: int, hidden: torch.Tensor) -> torch.Tensor:
 
 def head(model: Dense, hidden: torch.Tensor) -> torch.Tensor:
     """Logits [tokens, vocab]."""
-    return F.linear(F.layer_norm(hidden, (model.spec.hidden,), *model.norm), model.head)
+    return linear(F.layer_norm(hidden, (model.spec.hidden,), *model.norm), model.head)
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
