@@ -42,8 +42,9 @@ class Device:
     ``prefill``: a layer over a chunk of the prompt, all of its bytes and flops; the executor's runs on the CPU.
     ``merge``: adding the other side's partial sum. ``predict``, ``schedule``: the scheduler's part of one layer.
     ``hand``: what handing the CPU its part takes from the GPU's.
-    ``wake``: from the end of the CPU's part until the decoding thread, if it waits for it, goes on. ``delay``: how much
-    later the CPU's part begins while an emulated link copies, which takes its core; bytes of the copy.
+    ``wake``: from the end of the CPU's part until the decoding thread, if it waits for it, goes on. ``delay``: while an
+    emulated link copies, which takes a core, how much later the CPU's part begins, and longer the GPU's takes; bytes
+    of the copy.
     ``context_bytes`` is what the runtime takes of the memory before any weight.
     """
 
@@ -206,7 +207,8 @@ class LayerCosts(NamedTuple):
     ``gpu_dram_bytes`` is what the GPU's part reads through the host's DRAM for each neuron: 0 but for an emulated GPU.
     The GPU's takes ``hand_seconds`` more where the CPU has a part.
     ``wake_seconds`` pass after the CPU's part when the GPU waits for it; while ``n`` neurons are copied by an emulated
-    link the CPU's part begins ``delay_fixed + n * delay_neuron`` later.
+    link the CPU's part begins ``delay_fixed + n * delay_neuron`` later, and the GPU's takes ``gpu_delay_fixed + n *
+    gpu_delay_neuron`` longer.
     A prefetch of ``n`` neurons takes ``fixed + ceil(n / group) * copy + n * neuron``: a copy moves ``group`` of them.
     """
 
@@ -231,6 +233,8 @@ class LayerCosts(NamedTuple):
     wake_seconds: float
     delay_fixed_seconds: float
     delay_neuron_seconds: float
+    gpu_delay_fixed_seconds: float
+    gpu_delay_neuron_seconds: float
     head_seconds: float
     neuron_bytes: float
     gate_bytes: float
@@ -336,6 +340,8 @@ def layer_costs(
         wake_seconds=cpu.wake.fixed_seconds,
         delay_fixed_seconds=cpu.delay.fixed_seconds if machine.emulated else 0.0,
         delay_neuron_seconds=row_bytes / cpu.delay.bytes_per_second if machine.emulated else 0.0,
+        gpu_delay_fixed_seconds=gpu.delay.fixed_seconds if machine.emulated else 0.0,
+        gpu_delay_neuron_seconds=row_bytes / gpu.delay.bytes_per_second if machine.emulated else 0.0,
         head_seconds=gpu.head.seconds(spec.head_bytes, batch * 2 * spec.vocab * spec.hidden),
         neuron_bytes=float(row_bytes),
         gate_bytes=gate_bytes if exact else 0.0,

@@ -358,6 +358,19 @@ def test_an_emulated_link_keeps_the_cpu_from_its_core(emulated, start):
     assert cpu["start_seconds"].iloc[0] == start
 
 
+@pytest.mark.parametrize(("emulated", "took"), [(False, 2), (True, 2 + 0.25 + 2 * 0.125)])
+def test_an_emulated_link_takes_its_core_from_the_gpus_part_too(emulated, took):
+    """While two neurons of the second layer are on their way the first layer's GPU part takes longer."""
+    box = machine(attention=1, gpu=2, link=1)
+    box = replace(box, gpu=replace(box.gpu, delay=Cost(0.25, per(64, 0.125))))
+    box = replace(box, emulated_link=box.h2d if emulated else None)
+    options = {"cache": {"name": "lru"}, "prediction": "oracle", "lookahead": 1, "window": 4}
+    frame = simulate(plan([LOW, LOW], box, issue="gather", **options), trace([[LOW, HIGH]])).timeline.to_frame()
+    gpu = frame[(frame["step"] == "ffn_gpu") & (frame["stream"] == "gpu")]
+    seconds = gpu["end_seconds"] - gpu["start_seconds"]
+    assert seconds.tolist() == [took, 2]
+
+
 def test_other_load_slows_its_stream():
     """From 4 s on the GPU runs at half its pace: of 5 tokens of 2 s two are done, three take 4 s."""
     box = machine(attention=1, gpu=1)

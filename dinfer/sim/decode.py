@@ -149,34 +149,35 @@ def balanced(believed, rules, memory, layer, computed):
 def ffn(ops, costs, rules, memory, layer, computed, added, dropped, unread, copied, after):
     """Both sides' parts and the merge; the GPU waits for its neurons, then for the CPU's partial sum.
 
-    Meanwhile ``copied`` neurons are on their way: an emulated link keeps the CPU waiting for its core.
+    Meanwhile ``copied`` neurons are on their way: an emulated link takes its core from the CPU's part and the GPU's.
     """
     resident, slots = memory.resident[layer], memory.slots[layer]
     on_gpu, on_cpu = count_split(computed, resident)
     on_gpu, on_cpu = on_gpu + added, on_cpu - dropped
     cold = rules.neurons - slots
     examined_gpu, examined_cpu = (slots, cold - unread) if rules.exact else (0, 0)
-    if examined_cpu + on_cpu == 0:
-        return ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, 0.0, after, memory.ready[layer]), on_gpu, on_cpu
-    handed = costs.state_down_seconds
+    handed, slowed = costs.state_down_seconds, 0.0
     if copied > 0:
         handed += costs.delay_fixed_seconds + copied * costs.delay_neuron_seconds
+        slowed = costs.gpu_delay_fixed_seconds + copied * costs.gpu_delay_neuron_seconds
+    if examined_cpu + on_cpu == 0:
+        return ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, slowed, after, memory.ready[layer]), on_gpu, on_cpu
     down = issue(ops, D2H, FFN_CPU, layer, handed, after, memory.stepped[layer])
     seconds = cpu_seconds(costs, examined_cpu, on_cpu) - costs.cpu_fixed_seconds
     touched = examined_cpu * costs.gate_bytes + on_cpu * (costs.neuron_bytes - costs.gate_bytes)
     cpu = issue_bytes(ops, CPU, FFN_CPU, layer, on_cpu, costs.cpu_fixed_seconds, touched, seconds, down, NONE)
     if examined_gpu + on_gpu > 0:
-        ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, costs.hand_seconds, after, memory.ready[layer])
+        ffn_gpu(ops, costs, layer, examined_gpu, on_gpu, costs.hand_seconds + slowed, after, memory.ready[layer])
     return merge(ops, costs, rules, layer, cpu), on_gpu, on_cpu
 
 
 @inlined
-def ffn_gpu(ops, costs, layer, examined, active, hand, first, second):
-    """The GPU's part, with handing the CPU its own; only an emulated GPU reads its neurons through the host's DRAM."""
-    seconds = hand + gpu_seconds(costs, examined, active)
+def ffn_gpu(ops, costs, layer, examined, active, more, first, second):
+    """The GPU's part and what it takes ``more``; only an emulated GPU reads its neurons through the host's DRAM."""
+    seconds = more + gpu_seconds(costs, examined, active)
     if costs.gpu_dram_bytes > 0.0:
         touched = max(examined, active) * costs.gpu_dram_bytes
-        fixed = hand + costs.gpu_fixed_seconds
+        fixed = more + costs.gpu_fixed_seconds
         return issue_bytes(ops, GPU, FFN_GPU, layer, active, fixed, touched, seconds - fixed, first, second)
     op = issue(ops, GPU, FFN_GPU, layer, seconds, first, second)
     ops.neurons[op] = active
