@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow

@@ -6,6 +6,7 @@ stale replay would go on calling yesterday's policies. Import this before decora
 
 import hashlib
 import os
+import sys
 from pathlib import Path
 
 from numba import config
@@ -28,3 +29,5 @@ def sources_digest(package: Path) -> str:
 
 if not config.CACHE_DIR:  # NUMBA_CACHE_DIR, where the user set it, stays
     config.CACHE_DIR = str(cache_directory() / "compiled" / sources_digest(Path(__file__).parent))
+    if not config.DISABLE_JIT and not Path(config.CACHE_DIR).exists():
+        print("compiling for this CPU, the first time only: up to a minute", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two test processes on two cores: no thread may spin
 if not shutil.which("nvidia-smi"):  # before Triton is imported, which looks once
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -4,9 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dinfer.compiled import sources_digest
 
 PROBE = "import dinfer.policies, numba; print(numba.config.CACHE_DIR)"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # into an empty cache it would take a minute
 
 
 def test_the_digest_changes_with_any_compiled_file_and_name(tmp_path):
@@ -36,3 +43,18 @@ def test_the_users_own_cache_setting_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     shown = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == str(tmp_path)
+
+
+@pytest.mark.parametrize(("jit", "there", "said"), [(True, False, True), (True, True, False), (False, False, False)])
+def test_the_first_time_is_announced(tmp_path, monkeypatch, jit, there, said):
+    """Nobody waits a minute without a word; where all is compiled already, or nothing is to be, there is none."""
+    import dinfer
+
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", str(int(not jit)))
+    monkeypatch.setenv("DINFER_HOME", str(tmp_path))
+    if there:
+        (tmp_path / "compiled" / sources_digest(Path(dinfer.__file__).parent)).mkdir(parents=True)
+    command = [sys.executable, "-c", "import dinfer.compiled"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert shown == ("compiling for this CPU, the first time only: up to a minute\n" if said else "")
