@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 FEW = 8
-"""Rows from which ``linear`` pays for turning the weights into float32: it takes as long as 3 rows (Zen 3)."""
+"""Rows from which ``linear`` turns the weights into float32: at 4 both ways take about as long (1,536 x 576, Zen 3)."""
 
 
 @cache
