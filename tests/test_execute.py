@@ -300,6 +300,19 @@ def test_a_replay_with_running_costs_decides_as_the_simulator_told_of_them(tiny_
     assert not simulate(plan, relu_trace, believed=slow_link).same_decisions(simulate(plan, relu_trace))
 
 
+def test_what_a_token_is_planned_to_take_is_what_the_simulator_says(tiny_models, relu_trace, monkeypatch):
+    # what handing over and an emulated link's copies take from the GPU's part is planned: no running cost learns it
+    box = machine()
+    gpu, cpu = replace(box.gpu, delay=Cost(1e-4, 1e8)), replace(box.cpu, hand=Cost(5e-5))
+    box = replace(box, gpu=gpu, cpu=cpu)
+    plan = make_plan(tiny_models["llama-relu"], 60, cache={"name": "lru"}, prediction="oracle", machine=box, window=4)
+    planned, update = [], Estimate.update
+    monkeypatch.setattr(Estimate, "update", lambda self, spans, told: planned.append(told) or update(self, spans, told))
+    run = execute(plan, tiny_models["llama-relu"], replay=relu_trace, device="cpu", costs="running")
+    expected = simulate(plan, relu_trace, believed=run.timeline.believed).timeline.step_seconds()
+    assert np.mean(planned, axis=0)[:2] == pytest.approx([expected["attention"], expected["ffn_gpu"]])
+
+
 def test_the_estimate_forgets_what_was():
     # twice as slow from token 40 on: half of the way after 5 tokens, all of it after 40
     costs = make_costs()

@@ -285,7 +285,7 @@ def test_a_healed_model_is_trained_not_fetched(home):
     for call in (fetch, resolve_model):
         assert refusal(call, "smollm2-relu") == (
             f"model 'smollm2-relu' is not in {target.parent}; no package carries it: `make healed` trains it, "
-            "which takes about four hours on 2 cores"
+            "which takes about four hours on 2 cores with AVX-512"
         )
     target.mkdir(parents=True)
     for name in ("source.json", "model.safetensors"):

@@ -226,6 +226,14 @@ def test_the_fingerprint_leaves_out_the_notes() -> None:
         ),
         ({"cpu": 16}, "machine cpu is 16; it must be a table, see docs/machine.md"),
         (
+            {"gpu": {"name": "g", "memory_bytes": 1, "delay": {"latency": 3}}},
+            "machine gpu.delay: latency is not one of bytes_per_second, fixed_seconds, flops_per_second",
+        ),
+        (
+            {"gpu": {"name": "g", "memory_bytes": 1, "gate": 3}},
+            "machine gpu.gate is 3; it must be a table, see docs/machine.md",
+        ),
+        (
             {"dram_bytes_per_second": 0},
             "machine 'simple': dram_bytes_per_second is 0; it must be positive",
         ),

@@ -4,9 +4,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dinfer.exec import profile_fit
 from dinfer.exec.profile import EMULATED_LINK, _blank_machine, _calibration_plans, _random_activity, _samples
-from dinfer.exec.profile_fit import Sides, _fit_delay, _fit_gpu_delay, _levels, _side_seconds, fit_machine
+from dinfer.exec.profile_fit import (
+    Sides,
+    _fit_delay,
+    _fit_gpu_delay,
+    _handoff,
+    _levels,
+    _side_seconds,
+    fit_machine,
+)
 from dinfer.machine import Cost, Device, Link, Machine, layer_costs
 from dinfer.model import ModelSpec, load_model
 from dinfer.sim import simulate
@@ -30,12 +37,11 @@ def simulated_runs(spec: ModelSpec, known: Machine, blank: Machine) -> pd.DataFr
     return pd.concat(frames, ignore_index=True)
 
 
-def test_a_simulated_machines_costs_come_back(monkeypatch):
+def test_a_simulated_machines_costs_come_back():
     """The simulator's spans, fitted as the executor's are, give the costs that they were made with."""
-    monkeypatch.setattr(profile_fit, "_read_bytes_per_second", lambda: 2e10)
     spec, blank = load_model("smollm2-135m").as_run("float32"), _blank_machine("cpu", EMULATED_LINK)
     known = known_machine(spec)
-    fitted, fits = fit_machine(spec, blank, simulated_runs(spec, known, blank))
+    fitted, fits = fit_machine(spec, blank, simulated_runs(spec, known, blank), 2e10)
     made, true = layer_costs(spec, fitted), layer_costs(spec, known)
     for name in (
         "attention_seconds", "attention_token_seconds", "gpu_fixed_seconds", "gpu_gate_seconds", "cpu_fixed_seconds",
@@ -57,12 +63,12 @@ def test_what_a_copy_adds_to_both_sides_comes_back(each):
     rows = [row for run, copied in enumerate((50, 100, 200)) for row in layer_spans(spec, run, copied, each)]
     frame = pd.DataFrame(rows)
     frame["seconds"] = frame["end_seconds"] - frame["start_seconds"]
-    begun = 7e-5 + 2e-4 + each * np.array([50, 100, 200])
-    levels = _levels(frame)
-    taken = _side_seconds(spec, blank, sides, levels, begun)[0] + 2e-4 + each * np.array([50, 100, 200])
-    frame.loc[frame["step"] == "ffn_gpu", "seconds"] = taken
-    assert _fit_delay(frame, 7e-5)[0] == pytest.approx([2e-4, each], rel=1e-3, abs=1e-12)
-    assert _fit_gpu_delay(spec, blank, frame, sides)[0] == pytest.approx([2e-4, each], rel=1e-3, abs=1e-12)
+    lost = 2e-4 + each * np.array([50, 100, 200])
+    alone = _side_seconds(spec, blank, sides, _levels(frame), 7e-5 + lost)[0]
+    frame.loc[frame["step"] == "ffn_gpu", "seconds"] = alone + lost
+    begun = _handoff(frame)
+    assert _fit_delay(frame, begun, 7e-5)[0] == pytest.approx([2e-4, each], rel=1e-3, abs=1e-12)
+    assert _fit_gpu_delay(spec, blank, frame, begun, sides)[0] == pytest.approx([2e-4, each], rel=1e-3, abs=1e-12)
 
 
 def layer_spans(spec: ModelSpec, run: int, copied: int, each: float) -> list[dict]:

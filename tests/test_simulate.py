@@ -346,29 +346,21 @@ def test_handing_over_takes_from_the_gpus_part():
     assert run.timeline.step_seconds()["ffn_gpu"] == 2.5 + 2
 
 
-@pytest.mark.parametrize(("emulated", "start"), [(False, 1), (True, 1 + 0.5 + 2 * 0.125)])
-def test_an_emulated_link_keeps_the_cpu_from_its_core(emulated, start):
-    """While two neurons of the second layer are on their way the first layer's CPU part waits for a core."""
-    box = machine(attention=1, cpu_gate=1, link=1)
-    box = replace(box, cpu=replace(box.cpu, delay=Cost(0.5, per(64, 0.125))))
-    box = replace(box, emulated_link=box.h2d if emulated else None)
+BOTH_LATER = (True, 1 + 0.5 + 2 * 0.125, 2 + 0.25 + 2 * 0.25)
+
+
+@pytest.mark.parametrize(("emulated", "start", "took"), [(False, 1, 2), BOTH_LATER])
+def test_an_emulated_link_takes_its_core_from_both_sides(emulated, start, took):
+    """While two neurons of the second layer are on their way the first layer's CPU part waits, its GPU part is slow."""
+    box = machine(attention=1, gpu=2, cpu_gate=1, link=1)
+    gpu, cpu = replace(box.gpu, delay=Cost(0.25, per(64, 0.25))), replace(box.cpu, delay=Cost(0.5, per(64, 0.125)))
+    box = replace(box, gpu=gpu, cpu=cpu, emulated_link=box.h2d if emulated else None)
     options = {"cache": {"name": "lru"}, "prediction": "oracle", "lookahead": 1, "window": 4}
     frame = simulate(plan([LOW, LOW], box, issue="gather", **options), trace([[LOW, HIGH]])).timeline.to_frame()
     cpu = frame[(frame["step"] == "ffn_cpu") & (frame["stream"] == "cpu")]
-    assert cpu["start_seconds"].iloc[0] == start
-
-
-@pytest.mark.parametrize(("emulated", "took"), [(False, 2), (True, 2 + 0.25 + 2 * 0.125)])
-def test_an_emulated_link_takes_its_core_from_the_gpus_part_too(emulated, took):
-    """While two neurons of the second layer are on their way the first layer's GPU part takes longer."""
-    box = machine(attention=1, gpu=2, link=1)
-    box = replace(box, gpu=replace(box.gpu, delay=Cost(0.25, per(64, 0.125))))
-    box = replace(box, emulated_link=box.h2d if emulated else None)
-    options = {"cache": {"name": "lru"}, "prediction": "oracle", "lookahead": 1, "window": 4}
-    frame = simulate(plan([LOW, LOW], box, issue="gather", **options), trace([[LOW, HIGH]])).timeline.to_frame()
     gpu = frame[(frame["step"] == "ffn_gpu") & (frame["stream"] == "gpu")]
-    seconds = gpu["end_seconds"] - gpu["start_seconds"]
-    assert seconds.tolist() == [took, 2]
+    assert cpu["start_seconds"].iloc[0] == start
+    assert (gpu["end_seconds"] - gpu["start_seconds"]).tolist() == [took, 2]
 
 
 def test_other_load_slows_its_stream():

@@ -378,6 +378,7 @@ def end_token(run: Running) -> None:
 def planned(run: Running) -> Factors:
     """Seconds that the plan's costs give the token that has ended: attention and both sides over all layers."""
     costs, exact = run.plan.costs, run.plan.activation == "exact"
+    ahead, layers = run.plan.lookahead, run.plan.spec.layers
     attention = gpu = cpu = 0.0
     for layer, (on_gpu, on_cpu) in enumerate(run.work[-1][:, :2].tolist()):
         share = run.share.get(layer) or Share(None, run.bank.bucket[layer], run.bank.cold[layer])
@@ -385,6 +386,8 @@ def planned(run: Running) -> Factors:
         if examined := len(share.gpu_ids):
             gpu += costs.gpu_seconds(examined, on_gpu if exact else examined)
             gpu += costs.hand_seconds if len(share.cpu_ids) else 0.0
+            copied = sum(len(run.fetched.get(target, NO_IDS)) for target in range(*targets(layer, ahead, layers)))
+            gpu += costs.gpu_delay_seconds(copied)
         if examined := len(share.cpu_ids) - run.unread[layer]:
             cpu += costs.cpu_seconds(examined, on_cpu if exact else examined)
     return Factors(attention, gpu, cpu)

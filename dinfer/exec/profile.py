@@ -6,7 +6,9 @@ residual; the plans used here hold other shares of neurons than a user asks for,
 
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from scipy.optimize import nnls
 from dinfer import bits
 from dinfer.errors import InputError
 from dinfer.exec.execute import Session, open_device
+from dinfer.exec.kernels_cpu import read_rows
 from dinfer.exec.predictor import measure_predict
 from dinfer.exec.profile_fit import fit_machine, rate
 from dinfer.exec.profile_link import Fit, link_fits
@@ -80,7 +83,7 @@ def measure_machine(
         prefills += run.timeline.meta["prefills"]
         if progress is not None:
             progress((number + 1) / len(plans))
-    machine, fits = fit_machine(spec, blank, pd.concat(frames, ignore_index=True))
+    machine, fits = fit_machine(spec, blank, pd.concat(frames, ignore_index=True), _read_bytes_per_second())
     prefill, described = _fit_prefill(spec, machine, prefills, "prefill")
     predict, timed = _fit_predict(spec, device)
     fits += [described, timed]
@@ -209,3 +212,17 @@ def _blank_machine(device: str, link: Link) -> Machine:
         dram_bytes_per_second=1e12,
         emulated_link=link if device == "cpu" else None,
     )
+
+
+def _read_bytes_per_second() -> float:
+    """Bytes per second that all cores together read from DRAM, the best of a few passes over 1 GiB."""
+    threads = os.cpu_count() or 1
+    words = np.ones((threads, 2**14, 2**14 // threads), np.uint32)
+    ids = np.arange(2**14, dtype=np.int32)
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(4):
+            start = time.perf_counter()
+            list(pool.map(lambda part: read_rows(part, ids), words))
+            best = max(best, words.nbytes / (time.perf_counter() - start))
+    return best

@@ -1,8 +1,5 @@
 """Fit each step's cost from the spans of the calibration plans' runs; see profile.py, which measures them."""
 
-import os
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,23 +7,25 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares, nnls
 
-from dinfer.exec.kernels_cpu import read_rows
 from dinfer.exec.profile_link import Fit
 from dinfer.machine import Cost, Link, Machine
 from dinfer.model import ModelSpec
 
 
-def fit_machine(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[Machine, list[Fit]]:
+def fit_machine(
+    spec: ModelSpec, blank: Machine, frame: pd.DataFrame, read_bytes_per_second: float
+) -> tuple[Machine, list[Fit]]:
     """``blank`` with the costs that the spans in ``frame`` tell, and the fits; a row is a span of profile.py's runs.
 
-    Columns: run, token, layer, step, stream, start_seconds, end_seconds, seconds, neurons, position, slots, cold,
-    gpu_active, cpu_active, moves.
+    ``read_bytes_per_second`` is what all cores together read of memory, which no side passes. Columns: run, token,
+    layer, step, stream, start_seconds, end_seconds, seconds, neurons, position, slots, cold, gpu_active, cpu_active,
+    moves.
     """
     still, moving = frame[~frame["moves"]], frame[frame["moves"]]
     values: dict[str, list[float]] = {}
     values["attention"], fits = _affine("attention", _stream(still, "attention", "gpu"), ["position"])
     values["handoff"] = [_mean(_handoff(still))]
-    sides, residuals = _fit_sides(spec, blank, still, values["handoff"][0])
+    sides, residuals = _fit_sides(spec, blank, still, values["handoff"][0], read_bytes_per_second)
     fits += [
         Fit("ffn_gpu", sides.gpu_fixed * 1e6, sides.gpu_slot * 1e9, "slot", residuals[0], residuals[2]),
         *([] if blank.emulated else [
@@ -40,9 +39,10 @@ def fit_machine(spec: ModelSpec, blank: Machine, frame: pd.DataFrame) -> tuple[M
     fits.append(described)
     values["delay"] = values["gpu delay"] = [0.0, 0.0]
     if blank.emulated:
-        values["delay"], described = _fit_delay(moving, values["handoff"][0])
+        begun = _handoff(moving)
+        values["delay"], described = _fit_delay(moving, begun, values["handoff"][0])
         fits.append(described)
-        values["gpu delay"], described = _fit_gpu_delay(spec, blank, moving, sides)
+        values["gpu delay"], described = _fit_gpu_delay(spec, blank, moving, begun, sides)
         fits.append(described)
     moved = _stream(moving, "attention", "gpu")
     at_rest, per_position = values["attention"]
@@ -75,7 +75,7 @@ class Sides(NamedTuple):
 
 
 def _fit_sides(
-    spec: ModelSpec, blank: Machine, frame: pd.DataFrame, handoff: float
+    spec: ModelSpec, blank: Machine, frame: pd.DataFrame, handoff: float, read: float
 ) -> tuple[Sides, tuple[float, float, int]]:
     """Least squares of both sides' mean seconds at once: they overlap, and share the DRAM as the simulator says."""
     levels = _levels(frame)
@@ -90,7 +90,6 @@ def _fit_sides(
 
     gate_bytes = spec.neuron_bytes * spec.examined_share
     rest_bytes = spec.neuron_bytes - gate_bytes
-    read = _read_bytes_per_second()
     # no side reads faster than all cores together read memory that nothing computes on
     fastest = Sides(1e-7, spec.neuron_bytes / 1e13, 1e-7, gate_bytes / read, rest_bytes / read, read / 8, 1e-7)
     start = Sides(3e-5, spec.neuron_bytes / 1e10, 1e-5, 3 * gate_bytes / read, 3 * rest_bytes / read, read, 2e-5)
@@ -109,7 +108,7 @@ def _fit_sides(
 
 
 def _levels(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of each run and layer the mean work, and both sides' mean seconds (NaN: nothing to do)."""
+    """Of each run and layer the mean work, and both sides' mean ``gpu`` and ``cpu`` seconds (NaN: nothing to do)."""
     keys = ["run", "layer"]
     gpu = _stream(frame, "ffn_gpu", "gpu").groupby([*keys, "token"])["seconds"].sum().groupby(keys).agg(_mean)
     cpu = _stream(frame, "ffn_cpu", "cpu").groupby(keys)["seconds"].agg(_mean).rename("cpu")
@@ -122,7 +121,7 @@ def _levels(frame: pd.DataFrame) -> pd.DataFrame:
 def _side_seconds(
     spec: ModelSpec, blank: Machine, sides: Sides, levels: pd.DataFrame, begun: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What each side's part of ``levels`` takes where the CPU's begins ``begun`` seconds after the GPU's."""
+    """Seconds [level] of the GPU's and the CPU's part of ``levels``; the CPU's begins ``begun`` seconds later."""
     slots, cold, active, gpu_active = (levels[n].to_numpy() for n in ("slots", "cold", "cpu_active", "gpu_active"))
     gate_bytes = spec.neuron_bytes * spec.examined_share
     gpu_end, cpu_end = overlap(
@@ -173,16 +172,18 @@ def _fit_prefetch(spec: ModelSpec, blank: Machine, rows: pd.DataFrame) -> tuple[
     return [fixed, per_neuron], Fit("prefetch", fixed * 1e6, per_neuron * 1e9, "neuron", residual, len(rows))
 
 
-def _fit_delay(moving: pd.DataFrame, handoff: float) -> tuple[list[float], Fit]:
+def _fit_delay(moving: pd.DataFrame, begun: pd.Series, handoff: float) -> tuple[list[float], Fit]:
     """How much later than ``handoff`` the CPU begins while an emulated link copies, affine in the copied neurons."""
-    return _by_copied("delay", moving, _handoff(moving).groupby(level=0).agg(_mean) - handoff)
+    return _by_copied("delay", moving, begun.groupby(level=0).agg(_mean) - handoff)
 
 
-def _fit_gpu_delay(spec: ModelSpec, blank: Machine, moving: pd.DataFrame, sides: Sides) -> tuple[list[float], Fit]:
+def _fit_gpu_delay(
+    spec: ModelSpec, blank: Machine, moving: pd.DataFrame, begun: pd.Series, sides: Sides
+) -> tuple[list[float], Fit]:
     """How much longer the GPU's part takes meanwhile than ``sides`` say; before it waits for its copy and after."""
-    begun = _handoff(moving).groupby(level=[0, 2]).agg(_mean)
-    levels = _levels(moving).loc[begun.index]
-    expected = _side_seconds(spec, blank, sides, levels, begun.to_numpy())[0]
+    later = begun.groupby(level=[0, 2]).agg(_mean)
+    levels = _levels(moving).loc[later.index]
+    expected = _side_seconds(spec, blank, sides, levels, later.to_numpy())[0]
     return _by_copied("gpu delay", moving, (levels["gpu"] - expected).groupby(level=0).mean())
 
 
@@ -309,17 +310,3 @@ def _split(seconds: float, count_bytes: int, rate: float) -> Cost:
     """``seconds`` as a fixed part and bytes at ``rate``, or at a lower rate when that alone would take longer."""
     fixed = seconds - count_bytes / rate
     return Cost(fixed, rate) if fixed >= 0 else Cost(0.0, count_bytes / seconds)
-
-
-def _read_bytes_per_second() -> float:
-    """Bytes per second that all cores together read from DRAM, the best of a few passes over 1 GiB."""
-    threads = os.cpu_count() or 1
-    words = np.ones((threads, 2**14, 2**14 // threads), np.uint32)
-    ids = np.arange(2**14, dtype=np.int32)
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(4):
-            start = time.perf_counter()
-            list(pool.map(lambda part: read_rows(part, ids), words))
-            best = max(best, words.nbytes / (time.perf_counter() - start))
-    return best

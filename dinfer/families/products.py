@@ -1,4 +1,4 @@
-"""Matrix products of float16 and bfloat16, on CPUs that have no instructions for them too."""
+"""Matrix products of float16 and bfloat16, also on CPUs that have no instructions for them."""
 
 from functools import cache
 
@@ -23,14 +23,16 @@ def in_hardware(device: str, dtype: torch.dtype) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``F.linear`` of ``x`` [rows, hidden], in float32 and rounded where that is faster."""
+    """``F.linear``: [rows, out] of ``x`` [rows, in], ``weight`` [out, in] and ``bias`` [out], of one dtype; by way of
+    float32, rounded once, where that is faster.
+    """
     if len(x) < FEW or in_hardware(x.device.type, x.dtype):
         return F.linear(x, weight, bias)
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def product(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``x`` [tokens, neuron] @ ``rows`` [neuron, hidden], in float32 and rounded where that is faster."""
+    """``x`` [tokens, neuron] @ ``rows`` [neuron, hidden], of one dtype; by way of float32 where that is faster."""
     if in_hardware(x.device.type, x.dtype):
         return x @ rows
     return (x.float() @ rows.float()).to(x.dtype)

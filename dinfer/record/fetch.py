@@ -53,6 +53,8 @@ PACKAGED = {
 HEALED = ("smollm2-relu",)
 """Models that are trained here once (docs/healed.md) and lie in the cache from then on."""
 
+HEALING_TIME = "about four hours on 2 cores with AVX-512"
+
 
 def resolve_model(name: str | Path) -> Path:
     """The local Hugging Face directory of ``name``: a directory, a .gguf file, a packaged, healed or hub model.
@@ -101,7 +103,7 @@ def _healed(name: str) -> Path:
     if not _is_complete(target):
         raise InputError(
             f"model {name!r} is not in {target.parent}; no package carries it: `make healed` trains it, "
-            "which takes about four hours on 2 cores"
+            f"which takes {HEALING_TIME}"
         )
     return target
 
